@@ -1,0 +1,37 @@
+"""Environment of every test: CPU, no network, one thread, fixed seeds; and processes for tests of several ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Set before torch or deepspeed are imported. Tests of a real device (tests/gpu) choose their own accelerator.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_ROOT = str(Path(__file__).resolve().parent.parent)
+if _ROOT not in sys.path:
+    sys.path.insert(0, _ROOT)
+
+from tests.ranks import RankPool  # noqa: E402  (after the path and the environment are set)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Two ranks, started at first use and kept for the test module."""
+    with RankPool(world=2) as pool:
+        yield pool
