@@ -1,0 +1,318 @@
+"""The "hilore" block of the DeepSpeed JSON: its fields, its checks, its defaults.
+
+The block is parsed here and nowhere else. Past this border facts travel as small frozen dataclasses that each owner
+defines, never as this model. Fields whose feature comes in a later release exist with the one value that needs no such
+feature; any other value is refused with what to write until then. What the block and the rest of the DeepSpeed JSON
+mean together is checked in `core/host_rules.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import ErrorDetails
+
+from ds_hilore.core.budget import BudgetKind, MemoryBudget, RankBudgets, parse_budget
+from ds_hilore.core.errors import ConfigError
+from ds_hilore.core.types import Solver
+
+__all__ = [
+    "BLOCK",
+    "BudgetKind",
+    "HiLoReConfig",
+    "MemoryBudget",
+    "Mode",
+    "PlannerConfig",
+    "ProfileConfig",
+    "RankBudgets",
+    "ReportConfig",
+    "SelfcheckConfig",
+    "grpo",
+]
+
+#: Name of the block in the DeepSpeed JSON.
+BLOCK = "hilore"
+
+
+class Mode(Enum):
+    """What a plan is made from."""
+
+    UPDATE_AWARE = "update_aware"  # the update's own token coefficients decide, after forward
+    EXACT = "exact"  # store and recompute only, whatever max_gradient_error says
+    STATIC_RISK = "static_risk"  # the paper's ablation: risk without the update's coefficients
+    PAPER = "paper"  # the paper's linear sum of risks
+
+
+#: Key -> (values that need nothing that is still to come, what brings the others, what to write until then).
+_LATER: Mapping[str, tuple[tuple[Any, ...], str, str]] = {
+    "host_budget": ((0,), "offload to the host", "0"),
+    "max_gradient_error": ((0.0,), "compression", "0 (exact actions only)"),
+    "mode": ((Mode.UPDATE_AWARE, Mode.EXACT), "compression", '"update_aware" or "exact"'),
+    "codecs": (((),), "compression", "[]"),
+    "prune_zero_exposure": ((False,), "pruning of rows without gradient", "false"),
+    "profile.path": ((None,), "compression", "null"),
+    "profile.calibration_microbatches": ((0,), "compression", "0"),
+    "profile.audit_interval": ((0,), "compression", "0"),
+    "selfcheck.updates": ((0,), "the self-check", "0"),
+    "report.path": ((None,), "the report", "null"),
+}
+
+
+def _refuse_until_later(key: str, value: Any) -> Any:
+    works_now, feature, instead = _LATER[key]
+    if value in works_now:
+        return value
+    raise ValueError(f"comes with {feature}, in a later release; until then leave the key out or write {instead}")
+
+
+def _as_json(budget: MemoryBudget | RankBudgets) -> Any:
+    return budget.as_json()
+
+
+Budget = Annotated[MemoryBudget | RankBudgets, PlainValidator(parse_budget), PlainSerializer(_as_json)]
+
+
+class Block(BaseModel):
+    """A block of settings: frozen, no unknown keys, no silent conversion of types that change the meaning."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+    #: Where the block stands in the DeepSpeed JSON, for messages.
+    where: ClassVar[str]
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            lines = [_explain(type(self), item) for item in error.errors(include_url=False)]
+            raise ConfigError("\n".join(lines)) from None
+
+
+class PlannerConfig(Block):
+    """How plans are solved. Solving never holds up an update: a greedy plan serves until a solved one is ready."""
+
+    where: ClassVar[str] = f"{BLOCK}.planner"
+
+    solver: Solver = Field(
+        default=Solver.HIGHS,
+        description='"highs" (HiGHS in process; CBC where highspy cannot be loaded), "cbc" (comes with PuLP) or '
+        '"greedy" (no integer programme).',
+    )
+    time_limit_s: float = Field(
+        default=10.0, gt=0, le=3600, strict=True, description="Seconds one solve may take, in the background."
+    )
+    relative_gap: float = Field(
+        default=0.01,
+        ge=0,
+        lt=1,
+        strict=True,
+        description="A solve may stop when its plan is proven this close to the best.",
+    )
+
+    @field_validator("solver", mode="before")
+    @classmethod
+    def _known_solver(cls, value: Any) -> Any:
+        known = (Solver.HIGHS, Solver.CBC, Solver.GREEDY)
+        if value not in known and value not in [solver.value for solver in known]:
+            raise ValueError("allowed: " + ", ".join(f'"{solver.value}"' for solver in known))
+        return value
+
+
+class ProfileConfig(Block):
+    """Stored profiles and calibration of gradient error. Comes with compression."""
+
+    where: ClassVar[str] = f"{BLOCK}.profile"
+
+    path: str | None = Field(default=None, description="File of the stored profile. Comes with compression.")
+    calibration_microbatches: int = Field(
+        default=0, strict=True, description="Microbatches of calibration. 0 until then."
+    )
+    audit_interval: int = Field(
+        default=0, strict=True, description="Updates between two audits of the error. 0 until then."
+    )
+
+    @field_validator("path", "calibration_microbatches", "audit_interval")
+    @classmethod
+    def _later(cls, value: Any, info: ValidationInfo) -> Any:
+        return _refuse_until_later(f"profile.{info.field_name}", value)
+
+
+class SelfcheckConfig(Block):
+    """Comparison of the first updates with exact gradients in the running job. Comes later."""
+
+    where: ClassVar[str] = f"{BLOCK}.selfcheck"
+
+    updates: int = Field(
+        default=0, strict=True, description="Updates that are checked at start. 0 until the check exists."
+    )
+
+    @field_validator("updates")
+    @classmethod
+    def _later(cls, value: Any) -> Any:
+        return _refuse_until_later("selfcheck.updates", value)
+
+
+class ReportConfig(Block):
+    """A file of what was predicted and what was observed. Comes later."""
+
+    where: ClassVar[str] = f"{BLOCK}.report"
+
+    path: str | None = Field(default=None, description="File the report is written to. null until the report exists.")
+
+    @field_validator("path")
+    @classmethod
+    def _later(cls, value: Any) -> Any:
+        return _refuse_until_later("report.path", value)
+
+
+class HiLoReConfig(Block):
+    """The whole "hilore" block. Every wrong value ends in a `ConfigError`, however the object is made."""
+
+    where: ClassVar[str] = BLOCK
+
+    enabled: StrictBool = Field(default=True, description="false: DeepSpeed behaves exactly as without this package.")
+    memory_budget: Budget = Field(
+        default=MemoryBudget(BudgetKind.CHECKPOINT_MULTIPLE, 1.10),
+        description="Device memory that an update may use on a rank, everything included: bytes, a share of the "
+        "device, a multiple of the peak of recomputing everything, or a list with one entry per rank. More memory: "
+        "more units are stored and fewer are replayed.",
+    )
+    host_budget: StrictInt = Field(
+        default=0, description="Host memory per node for offloaded state, in bytes. 0 until offload comes."
+    )
+    max_gradient_error: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        strict=True,
+        description="Relative error of the whole update's gradient that compression may cause on average. 0: exact "
+        "actions only, which is all there is until compression comes.",
+    )
+    units: Literal["auto"] | tuple[str, ...] = Field(
+        default="auto",
+        description='Which modules are recovery units: "auto" (the decoder layers), or a list of class names and '
+        'patterns of module paths ("model.layers.*"). Leave the key out for "auto" under Trainer and accelerate: they '
+        'refuse an "auto" they do not know.',
+    )
+    mode: Mode = Field(
+        default=Mode.UPDATE_AWARE,
+        description='"update_aware": the update\'s own coefficients decide after forward; "exact": store and '
+        "recompute only. The same plans until compression comes.",
+    )
+    codecs: tuple[str, ...] = Field(
+        default=(), description="Codecs that compression may use. Empty until compression comes."
+    )
+    planner: PlannerConfig = Field(default=PlannerConfig(), description="How plans are solved.")
+    prune_zero_exposure: StrictBool = Field(
+        default=False, description="Leave rows out of backward whose gradient is zero. false until pruning comes."
+    )
+    profile: ProfileConfig = Field(default=ProfileConfig(), description="Stored profiles and calibration.")
+    selfcheck: SelfcheckConfig = Field(
+        default=SelfcheckConfig(), description="Comparison with exact gradients at start."
+    )
+    report: ReportConfig = Field(default=ReportConfig(), description="File of predictions and observations.")
+
+    def __init__(self, **values: Any) -> None:  # typed like the JSON: a budget is given as "1.10x", not as parsed
+        super().__init__(**values)
+
+    @classmethod
+    def from_ds_json(cls, ds: Mapping[str, Any]) -> HiLoReConfig | None:
+        """Reads the block from a whole DeepSpeed JSON. None where there is no block or it says `"enabled": false`.
+
+        Raises:
+            ConfigError: names every wrong key with its value and what is allowed.
+        """
+        if BLOCK not in ds:
+            _refuse_misspelt_block(ds)
+            return None
+        block = ds[BLOCK]
+        if not isinstance(block, Mapping):
+            raise ConfigError(
+                f'{BLOCK}: {block!r} is no block; write an object, for example {{"memory_budget": "1.10x"}}'
+            )
+        if block.get("enabled", True) is False:
+            return None
+        return cls(**{str(key): value for key, value in block.items()})
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The settings as JSON-able values, in a form that is equal on ranks that were given the same settings."""
+        return self.model_dump(mode="json")
+
+    @field_validator("host_budget", mode="before")
+    @classmethod
+    def _later_before_its_type(cls, value: Any) -> Any:
+        return _refuse_until_later("host_budget", value)
+
+    @field_validator("codecs", "prune_zero_exposure", "max_gradient_error", "mode")
+    @classmethod
+    def _later(cls, value: Any, info: ValidationInfo) -> Any:
+        return _refuse_until_later(str(info.field_name), value)
+
+    @field_validator("units", mode="before")
+    @classmethod
+    def _name_units(cls, value: Any) -> Any:
+        allowed = '"auto", or a list of class names or patterns of module paths, as ["LlamaDecoderLayer"]'
+        if value == "auto":
+            return value
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError(f"allowed: {allowed}")
+        if not all(isinstance(name, str) and name.strip() for name in value):
+            raise ValueError(f"every entry must be a name that is not empty; allowed: {allowed}")
+        if len(set(value)) != len(value):
+            raise ValueError("a name is listed twice; name each class or pattern once")
+        return tuple(value)
+
+
+def grpo(memory_budget: str | int | float | list[Any] = "1.10x") -> HiLoReConfig:
+    """Recipe for GRPO with LoRA: exact gradients, plans by HiGHS, within `memory_budget`."""
+    return HiLoReConfig(memory_budget=memory_budget, max_gradient_error=0.0, planner=PlannerConfig(solver=Solver.HIGHS))
+
+
+def _refuse_misspelt_block(ds: Mapping[str, Any]) -> None:
+    """DeepSpeed takes unknown top-level keys in silence, so a misspelt block would do nothing and say nothing."""
+    for key in ds:
+        plain = str(key).lower().replace("-", "").replace("_", "")
+        if difflib.get_close_matches(plain, [BLOCK], cutoff=0.8):
+            raise ConfigError(f'"{key}": unknown key of the DeepSpeed JSON, did you mean "{BLOCK}"?')
+
+
+def _explain(block: type[Block], error: ErrorDetails) -> str:
+    """One wrong key as one line: path, value, rule. Blocks inside `block` have explained their own keys already."""
+    name, *inner = [str(part) for part in error["loc"]]
+    key = f"{block.where}.{name}"
+    if error["type"] == "extra_forbidden":
+        return _unknown_key(block, name)
+    if error["type"] == "value_error":
+        cause = error["ctx"]["error"]
+        return str(cause) if isinstance(cause, ConfigError) else f"{key} = {error['input']!r}: {cause}"
+    if error["type"] == "model_type":
+        return f"{key} = {error['input']!r}: must be an object, with keys of: {', '.join(_keys(block, name))}"
+    rule = error["msg"][:1].lower() + error["msg"][1:].replace("tuple", "list")  # JSON has lists
+    where = f" (at {'.'.join(inner)})" if inner else ""
+    return f"{key}{where} = {error['input']!r}: {rule}; {block.model_fields[name].description}"
+
+
+def _unknown_key(block: type[Block], name: str) -> str:
+    close = difflib.get_close_matches(name, block.model_fields, n=1)
+    hint = f'did you mean "{close[0]}"? ' if close else ""
+    return f"{block.where}.{name}: unknown key; {hint}Known here: {', '.join(block.model_fields)}"
+
+
+def _keys(block: type[Block], name: str) -> list[str]:
+    inner = block.model_fields[name].annotation
+    return list(inner.model_fields) if isinstance(inner, type) and issubclass(inner, Block) else []
