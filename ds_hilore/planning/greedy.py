@@ -1,0 +1,162 @@
+"""A good plan at once: variants by seconds per unit of scarce resource, one pass over sorted steps.
+
+Starts from all-R (or, where that does not fit, from other lean plans), walks the steps of each unit's efficient
+frontier in order of density, and fills what is left by plain gain. With risk in play it does so under three weightings
+of bytes against risk and keeps the best. Always feasible if all-R is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ds_hilore.core.types import Plan, Solver, UnitId
+from ds_hilore.planning.options import REPLAY, Option
+from ds_hilore.planning.problem import Evaluation, Infeasible, Problem, Row, evaluate, make_plan
+from ds_hilore.planning.rows import Rows
+from ds_hilore.planning.ties import settle, tie_key
+
+#: How much a share of the memory headroom and a share of the risk budget cost, in turn.
+_BYTES_ONLY = (1.0, 0.0)
+_WEIGHTINGS = (_BYTES_ONLY, (1.0, 1.0), (0.0, 1.0))
+#: Keeps densities finite for steps that cost nothing: they come first, in order of gain.
+_FREE = 1e-12
+
+
+def greedy(problem: Problem) -> Plan | Infeasible:
+    """Gives a feasible plan, or what the leanest plan known would need.
+
+    Settled by the tie rule (ties.py); the same problem gives the same plan.
+    """
+    start = lean_choice(problem)
+    if isinstance(start, Infeasible):
+        return start
+    return make_plan(problem, settle(problem, _climb(problem, start)), Solver.GREEDY)
+
+
+def repair(problem: Problem, plan: Plan) -> Plan | Infeasible:
+    """Drops variants of `plan` until it holds in `problem`; those that save most per resource stay longest.
+
+    For plans made for other exposures, budgets or bytes. A variant that a unit can no longer become is dropped too.
+    Whatever holds is returned with the same choice; what is dropped is not replaced by another variant.
+    """
+    if evaluate(problem, plan.choice).feasible:
+        return make_plan(problem, plan.choice, plan.solver)
+    start = lean_choice(problem)
+    if isinstance(start, Infeasible):
+        return start
+    allowed = {}
+    for unit, options in zip(problem.units, problem.options):
+        wanted = (start[unit.unit], plan.choice.get(unit.unit, REPLAY))
+        allowed[unit.unit] = tuple(option.name for option in options if option.name in wanted)
+    narrowed = replace(problem, allowed=allowed)
+    return make_plan(problem, settle(narrowed, _climb(narrowed, start)), Solver.GREEDY)
+
+
+def lean_choice(problem: Problem) -> dict[UnitId, str] | Infeasible:
+    """Gives the first of a few lean plans that fits: all-R, as prepared, least held, least in its own backward."""
+    candidates = [{unit.unit: _by_name(options, REPLAY).name for unit, options in zip(problem.units, problem.options)}]
+    if problem.prepared is not None:
+        candidates.append(
+            {
+                unit.unit: _by_name(options, problem.prepared.get(unit.unit, REPLAY)).name
+                for unit, options in zip(problem.units, problem.options)
+            }
+        )
+    for least in (_least_held, _least_in_backward):
+        candidates.append(
+            {unit.unit: min(options, key=least).name for unit, options in zip(problem.units, problem.options)}
+        )
+    evaluations = []
+    for choice in candidates:
+        evaluation = evaluate(problem, choice)
+        if evaluation.feasible:
+            return choice
+        evaluations.append(evaluation)
+    return infeasible(problem, evaluations)
+
+
+def infeasible(problem: Problem, evaluations: Iterable[Evaluation]) -> Infeasible:
+    """Says what is missing for the leanest of plans that do not fit; one short of device bytes only comes first."""
+    device = (Row.FORWARD, Row.LOSS, Row.BACKWARD, Row.CONVERSION)
+
+    def shortage(evaluation: Evaluation) -> tuple[bool, int]:
+        return any(v.row not in device for v in evaluation.violations), evaluation.peak_bytes
+
+    leanest = min(evaluations, key=shortage)
+    if shortage(leanest)[0]:
+        worst = next(v for v in leanest.violations if v.row not in device)
+        return Infeasible(leanest.peak_bytes, worst.row.value, worst.unit, problem.budget_bytes)
+    return Infeasible(leanest.peak_bytes, leanest.binding.row.value, leanest.binding.unit, problem.budget_bytes)
+
+
+def _climb(problem: Problem, start: Mapping[UnitId, str]) -> dict[UnitId, str]:
+    """The best plan that greedy reaches from a feasible one."""
+    risky = any(option.risk_cost for options in problem.options for option in options)
+    weightings = _WEIGHTINGS if risky and problem.risk_limit else (_BYTES_ONLY,)
+    choices = [_climb_once(problem, start, weights) for weights in weightings]
+    return min(choices, key=lambda choice: tie_key(problem, choice))
+
+
+def _climb_once(problem: Problem, start: Mapping[UnitId, str], weights: tuple[float, float]) -> dict[UnitId, str]:
+    rows = Rows(problem, start)
+    for _, position, option in sorted(_steps(problem, rows, weights), key=_step_order):
+        if option.seconds > rows.picked[position].seconds and rows.fits(position, option):
+            rows.put(position, option)
+    fill = [
+        (option.seconds, position, option) for position, options in enumerate(problem.options) for option in options
+    ]
+    for _, position, option in sorted(fill, key=_step_order):
+        if option.seconds > rows.picked[position].seconds and rows.fits(position, option):
+            rows.put(position, option)
+    return {unit.unit: option.name for unit, option in zip(problem.units, rows.picked)}
+
+
+def _step_order(step: tuple[float, int, Option]) -> tuple[float, int]:
+    """Densest first; of equal ones, the later unit (T2 of ties.py)."""
+    return -step[0], -step[1]
+
+
+def _steps(problem: Problem, rows: Rows, weights: tuple[float, float]) -> list[tuple[float, int, Option]]:
+    """(seconds per cost, position, option) along every unit's efficient frontier, from what it holds now."""
+    headroom = max(1, rows.headroom())
+    limit = problem.risk_limit or 1.0
+    steps = []
+    for position, options in enumerate(problem.options):
+        now = rows.picked[position]
+        points = [(0.0, 0.0, now)]
+        for option in options:
+            gain = option.seconds - now.seconds
+            if gain > 0 and option.risk_cost <= rows.risk_left:
+                grown = max(0, option.held_bytes - now.held_bytes) / headroom
+                points.append((weights[0] * grown + weights[1] * option.risk_cost / limit, gain, option))
+        steps += [(density, position, option) for density, option in _frontier(points)]
+    return steps
+
+
+def _frontier(points: list[tuple[float, float, Option]]) -> list[tuple[float, Option]]:
+    """The upper hull of (cost, gain) from the first point on: options with falling density of the step to each."""
+    hull: list[tuple[float, Option]] = []
+    cost, gain = points[0][:2]
+    rest = points[1:]
+    while rest:
+        density, best = max(
+            (((g - gain) / (c - cost + _FREE), (c, g, o)) for c, g, o in rest), key=lambda pair: pair[0]
+        )
+        hull.append((density, best[2]))
+        cost, gain = best[:2]
+        rest = [point for point in rest if point[1] > gain and point[0] >= cost]
+    return hull
+
+
+def _by_name(options: tuple[Option, ...], name: str) -> Option:
+    """The named option, or the one that holds least where the name is not allowed."""
+    return next((option for option in options if option.name == name), min(options, key=_least_held))
+
+
+def _least_held(option: Option) -> tuple[float, int, int]:
+    return option.risk_cost, option.held_bytes, option.own_backward_bytes
+
+
+def _least_in_backward(option: Option) -> tuple[float, int, int]:
+    return option.risk_cost, option.own_backward_bytes, option.held_bytes

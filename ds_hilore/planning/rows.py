@@ -1,0 +1,98 @@
+"""The rows of a problem as running slacks, so that one change of one unit is tried in microseconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ds_hilore.core.types import UnitId
+from ds_hilore.planning.options import REPLAY, Option
+from ds_hilore.planning.problem import RISK_TOLERANCE, Problem
+
+#: Slack of a row that does not apply: more than any device has.
+_UNBOUND = 1 << 62
+
+
+class Rows:
+    """Bytes and risk left in every row under the options picked so far (NOTE [Memory rows] in problem.py).
+
+    Only a search aid: what it leads to is judged by `evaluate`.
+    """
+
+    def __init__(self, problem: Problem, choice: Mapping[UnitId, str]) -> None:
+        self._problem = problem
+        self.picked = [
+            next(option for option in options if option.name == choice.get(unit.unit, REPLAY))
+            for unit, options in zip(problem.units, problem.options)
+        ]
+        count = len(self.picked)
+        held = sum(option.held_bytes for option in self.picked)
+        self._loss_left = _UNBOUND
+        self._forward_left = [_UNBOUND] * count
+        if problem.prepared is None:
+            self._loss_left = problem.budget_bytes - problem.base_loss_bytes - held
+            left = problem.budget_bytes - problem.base_forward_bytes
+            for position, option in enumerate(self.picked):
+                left -= option.held_bytes
+                self._forward_left[position] = left - option.forward_bytes
+        left = problem.budget_bytes - problem.base_backward_bytes - sum(unit.grad_bytes for unit in problem.units)
+        self._backward_left = [0] * count
+        for position, option in enumerate(self.picked):
+            self._backward_left[position] = left - option.own_backward_bytes
+            left += problem.units[position].grad_bytes - option.backward_held_bytes
+        self._host_left = problem.host_budget_bytes - sum(option.host_bytes for option in self.picked)
+        self._converting = sum(option.converting_bytes for option in self.picked)
+        self._conversions = sum(option.converts for option in self.picked)
+
+    @property
+    def risk_left(self) -> float:
+        limit = self._problem.risk_limit * (1 + RISK_TOLERANCE)
+        return limit - math.fsum(option.risk_cost for option in self.picked)
+
+    def headroom(self) -> int:
+        """Bytes that could be held by the first unit without breaking a row."""
+        return min(self._loss_left, *self._forward_left, *self._backward_left)
+
+    def fits(self, position: int, option: Option) -> bool:
+        """Whether every row that holds now still holds when the unit at `position` becomes `option`."""
+        now = self.picked[position]
+        grown = option.held_bytes - now.held_bytes
+        if grown > self._loss_left or option.host_bytes - now.host_bytes > self._host_left:
+            return False
+        if grown + option.forward_bytes - now.forward_bytes > self._forward_left[position]:
+            return False
+        if option.own_backward_bytes - now.own_backward_bytes > self._backward_left[position]:
+            return False
+        later = position + 1
+        if later < len(self.picked):
+            if grown > min(self._forward_left[later:]):
+                return False
+            if option.backward_held_bytes - now.backward_held_bytes > min(self._backward_left[later:]):
+                return False
+        if option.risk_cost > now.risk_cost and option.risk_cost - now.risk_cost > self.risk_left:
+            return False
+        return self._conversion_fits(now, option)
+
+    def put(self, position: int, option: Option) -> None:
+        """Makes the unit at `position` become `option`."""
+        now = self.picked[position]
+        grown = option.held_bytes - now.held_bytes
+        grown_backward = option.backward_held_bytes - now.backward_held_bytes
+        if self._problem.prepared is None:
+            self._loss_left -= grown
+            self._forward_left[position:] = [left - grown for left in self._forward_left[position:]]
+            self._forward_left[position] -= option.forward_bytes - now.forward_bytes
+        later = position + 1
+        self._backward_left[later:] = [left - grown_backward for left in self._backward_left[later:]]
+        self._backward_left[position] -= option.own_backward_bytes - now.own_backward_bytes
+        self._host_left -= option.host_bytes - now.host_bytes
+        self._converting += option.converting_bytes - now.converting_bytes
+        self._conversions += option.converts - now.converts
+        self.picked[position] = option
+
+    def _conversion_fits(self, now: Option, option: Option) -> bool:
+        if self._conversions + option.converts - now.converts == 0:
+            return True
+        converting = self._converting + option.converting_bytes - now.converting_bytes
+        problem = self._problem
+        return problem.base_backward_bytes + converting + problem.conversion_bytes <= problem.budget_bytes
