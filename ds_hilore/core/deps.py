@@ -18,24 +18,31 @@ PACKAGE = "ds_hilore"
 
 @dataclass(frozen=True)
 class Floor:
-    """Oldest supported version of a package, and what is wrong with older ones."""
+    """Oldest supported version of a package (None: any), and why older ones are refused."""
 
     package: str
-    version: str
-    why: str
+    version: str | None = None
+    why: str = ""
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}>={self.version}" if self.version else self.package
 
 
-PYTHON_FLOOR = Floor("python", "3.10", "the code uses its syntax")
+PYTHON_FLOOR = "3.10"
 
 #: What must be there. setup.py's install_requires says the same (a test compares them).
 REQUIRED: tuple[Floor, ...] = (
-    Floor("torch", "2.9", "saved-tensor hooks and their raw saved tensors are proven from 2.9 on"),
+    Floor("torch", "2.9", "older ones are not tested, and recipes read saved tensors in their raw form"),
     Floor("deepspeed", "0.18.3", "0.17.6 to 0.18.2 compute wrong ZeRO-2 gradients"),
     Floor("transformers", "5.23", "older ones checkpoint a layer's __call__, so module hooks fire again in the replay"),
-    Floor("peft", "0.19", "older ones do not support transformers 5"),
-    Floor("pulp", "2.9", "older ones cannot run HiGHS in process"),
-    Floor("highspy", "1.7", "older ones lack the interface that PuLP calls"),
-    Floor("pydantic", "2.0", "the configuration block is a pydantic 2 model"),
+    Floor("peft", "0.19", "older ones are not tested with transformers 5"),
+    Floor("pulp"),
+    Floor("highspy"),
+    Floor("pydantic", "2", "the configuration block is a pydantic 2 model"),
+    Floor("rich"),
+    Floor("numpy"),
+    Floor("packaging"),
 )
 
 #: Module name -> (extra of ours that brings it, what it is for).
@@ -94,19 +101,19 @@ def is_at_least(version: str, floor: str) -> bool:
 def problem_with(floor: Floor) -> str | None:
     """One line on what is wrong with the installed version, with the pip command. None if nothing is."""
     version = installed_version(floor.package)
-    command = f"pip install -U '{floor.package}>={floor.version}'"
+    command = f"pip install -U '{floor.requirement}'"
     if version is None:
         return f"{floor.package} is not installed: {command}"
-    if not is_at_least(version, floor.version):
+    if floor.version is not None and not is_at_least(version, floor.version):
         return f"{floor.package} {version} is older than {floor.version} ({floor.why}): {command}"
     return None
 
 
 def problem_with_python() -> str | None:
     version = ".".join(str(part) for part in sys.version_info[:3])
-    if is_at_least(version, PYTHON_FLOOR.version):
+    if is_at_least(version, PYTHON_FLOOR):
         return None
-    return f"Python {version} is older than {PYTHON_FLOOR.version} ({PYTHON_FLOOR.why}): use a newer interpreter"
+    return f"Python {version} is older than {PYTHON_FLOOR}: use a newer interpreter"
 
 
 def check_versions(floors: Iterable[Floor] = REQUIRED) -> None:

@@ -1,0 +1,1 @@
+"""L1: bytes. What a rank should hold (ledger) and what it physically holds (meter)."""

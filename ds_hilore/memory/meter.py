@@ -1,0 +1,162 @@
+"""Physical memory of one rank: the level now and the peak since the last reset. Integers, in bytes.
+
+On CPU these are the kernel's figures for the process (VmRSS, and VmHWM reset by /proc/self/clear_refs), floor of the
+interpreter and its libraries included; they mean something only inside `glibc.tight_malloc()` (design fact 20). On CUDA
+they are the figures of torch's caching allocator. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+
+from ds_hilore.core.errors import UnsupportedError
+
+_PROC = Path("/proc")
+_RESET_PEAK = "5"  # what clear_refs wants in order to set VmHWM back to VmRSS (Linux, proc(5))
+
+
+class PeakMeter(ABC):
+    """Level and peak of what this process holds on one device. `peak_meter` makes the right one."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Starts a new peak at the present level."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Highest level since the last reset."""
+
+    @abstractmethod
+    def level_bytes(self) -> int:
+        """What is held now."""
+
+    @abstractmethod
+    def reserved_bytes(self) -> int:
+        """What is held now plus what the allocator keeps for later: what others on the device cannot have."""
+
+    @abstractmethod
+    def device_bytes(self) -> int:
+        """Memory of the whole device. Ranks of one machine share it on CPU."""
+
+
+def peak_meter(device: torch.device | str) -> PeakMeter:
+    """Makes the meter of a device.
+
+    Raises:
+        UnsupportedError: the device, or this system, has no figures to read.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if device.type == "cpu":
+        return CpuMeter()
+    raise UnsupportedError(f"no memory figures are known for a {device.type} device; supported: cpu, cuda")
+
+
+class CpuMeter(PeakMeter):
+    """Resident memory of this process, by the kernel.
+
+    Args:
+        proc: where the proc file system is mounted.
+
+    Raises:
+        UnsupportedError: there is no proc file system, or it does not let the peak be reset.
+    """
+
+    def __init__(self, proc: Path = _PROC) -> None:
+        self._proc = proc
+        self.peak_bytes()
+        self.reset()
+
+    def reset(self) -> None:
+        try:
+            (self._proc / "self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
+        except OSError as error:
+            raise self._refusal("self/clear_refs", error) from None
+
+    def peak_bytes(self) -> int:
+        return self._status_bytes("VmHWM")
+
+    def level_bytes(self) -> int:
+        return self._status_bytes("VmRSS")
+
+    def reserved_bytes(self) -> int:
+        return self.level_bytes()
+
+    def device_bytes(self) -> int:
+        """Memory of the machine, or of the control group where that is less."""
+        machine = self._kib_field(self._proc / "meminfo", "MemTotal")
+        limits = [_limit_bytes(path) for path in _CGROUP_LIMITS]
+        return min([machine, *(limit for limit in limits if limit is not None)])
+
+    def _status_bytes(self, field: str) -> int:
+        return self._kib_field(self._proc / "self/status", field)
+
+    def _kib_field(self, path: Path, field: str) -> int:
+        try:
+            text = path.read_text(encoding="ascii", errors="replace")
+        except OSError as error:
+            raise self._refusal(str(path.relative_to(self._proc)), error) from None
+        for line in text.splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+        raise UnsupportedError(
+            f"{path} has no {field}, so memory on CPU cannot be measured; use a Linux kernel's /proc"
+        )
+
+    def _refusal(self, name: str, error: OSError) -> UnsupportedError:
+        return UnsupportedError(
+            f"memory on CPU cannot be measured: {self._proc / name}: {error.strerror}; "
+            "it needs Linux with /proc mounted and writable for the process itself"
+        )
+
+
+class CudaMeter(PeakMeter):
+    """torch's caching allocator on one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise UnsupportedError(f"{device} has no memory figures: this torch sees no CUDA device")
+        self._device = device
+        self.reset()
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def level_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
+    def peak_reserved_bytes(self) -> int:
+        """Highest reserved level since the last reset: what the device itself had to give."""
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def others_bytes(self) -> int:
+        """What other processes, and the CUDA context itself, hold on the device now."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - self.reserved_bytes()
+
+    def device_bytes(self) -> int:
+        total: int = torch.cuda.get_device_properties(self._device).total_memory
+        return total
+
+
+#: Memory limit of the process's control group, version 2 and version 1.
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def _limit_bytes(path: Path) -> int | None:
+    """A control group's limit. None where there is no such group, or no limit ("max")."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
