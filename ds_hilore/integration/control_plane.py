@@ -100,7 +100,7 @@ class _Received:
         sequence, question_bytes, body_bytes = _HEADER.unpack_from(message)
         start = _HEADER.size
         question = message[start : start + question_bytes].decode()
-        inline = message[start + _QUESTION_BYTES :][:body_bytes]
+        inline = message[start + _QUESTION_BYTES :][:body_bytes] if body_bytes <= _INLINE_BYTES else b""
         return _Received(sequence, question, body_bytes, inline)
 
 
@@ -205,7 +205,8 @@ class GlooControlPlane:
             yield
         except (RuntimeError, ValueError) as error:  # gloo raises RuntimeError, the store also its subclasses
             waited_s = time.monotonic() - start_s
-            silent = _silent_ranks(self._sequence, self.rank, self.world_size)
+            group = self._group.group_name if self._group is not None else "new"  # equal on all ranks
+            silent = _silent_ranks(f"{group}/{self._sequence}", self.rank, self.world_size)
             who = f"no sign of {_ranks(silent)}" if silent else "which rank cannot be told"
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             self._fail(
@@ -214,16 +215,17 @@ class GlooControlPlane:
             )
 
 
-def _silent_ranks(sequence: int, rank: int, world_size: int) -> list[int]:
+def _silent_ranks(exchange: str, rank: int, world_size: int) -> list[int]:
     """Ranks that have not given up the same exchange as this one: the late or dead ones. Empty if it cannot be told."""
     # The job's store outlives the group. It is gone where its host, usually rank 0, is.
     try:
-        store = dist.PrefixStore("ds_hilore/control_plane", dist.distributed_c10d._get_default_store())
-        store.set(f"{sequence}/{rank}", "gave up")
+        c10d = dist.distributed_c10d
+        store = c10d.PrefixStore(f"ds_hilore/control_plane/{exchange}", c10d._get_default_store())
+        store.set(str(rank), "gave up")
         end_s = time.monotonic() + _BLAME_WAIT_S
         silent = [other for other in range(world_size) if other != rank]
         while silent and time.monotonic() < end_s:
-            silent = [other for other in silent if not store.check([f"{sequence}/{other}"])]
+            silent = [other for other in silent if not store.check([str(other)])]
             time.sleep(_BLAME_WAIT_S / 20)
     except (RuntimeError, ValueError):
         return []
