@@ -1,12 +1,12 @@
-"""A good plan at once: variants by seconds per unit of scarce resource, one pass over sorted steps.
+"""A good plan at once: the step with most seconds per unit of scarce resource, again and again.
 
-Starts from all-R (or, where that does not fit, from other lean plans), walks the steps of each unit's efficient
-frontier in order of density, and fills what is left by plain gain. With risk in play it does so under three weightings
-of bytes against risk and keeps the best. Always feasible if all-R is.
+Starts from all-R (or, where that does not fit, from other lean plans) and upgrades one unit at a time. With risk in
+play it does so under three weightings of bytes against risk and keeps the best. Always feasible if all-R is.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -99,54 +99,47 @@ def _climb(problem: Problem, start: Mapping[UnitId, str]) -> dict[UnitId, str]:
 
 
 def _climb_once(problem: Problem, start: Mapping[UnitId, str], weights: tuple[float, float]) -> dict[UnitId, str]:
+    """Takes the densest step of any unit that fits until none is left.
+
+    A step that does not fit is struck out; the density of what remains for its unit is counted from what the unit
+    holds then, so a unit that could not be compressed still competes with all that storing it gains.
+    """
     rows = Rows(problem, start)
-    for _, position, option in sorted(_steps(problem, rows, weights), key=_step_order):
-        if option.seconds > rows.picked[position].seconds and rows.fits(position, option):
-            rows.put(position, option)
-    fill = [
-        (option.seconds, position, option) for position, options in enumerate(problem.options) for option in options
-    ]
-    for _, position, option in sorted(fill, key=_step_order):
-        if option.seconds > rows.picked[position].seconds and rows.fits(position, option):
-            rows.put(position, option)
+    price = _Price(problem, rows, weights)
+    left = [list(options) for options in problem.options]
+    heap: list[tuple[float, int, int]] = []
+
+    def offer(position: int) -> None:
+        now = rows.picked[position]
+        left[position] = [option for option in left[position] if option.seconds > now.seconds]
+        if left[position]:
+            densities = [price.density(now, option) for option in left[position]]
+            best = max(densities)
+            # of equally dense steps the later unit comes first (T2 of ties.py)
+            heapq.heappush(heap, (-best, -position, densities.index(best)))
+
+    for position in range(len(left)):
+        offer(position)
+    while heap:
+        _, minus_position, place = heapq.heappop(heap)
+        option = left[-minus_position].pop(place)
+        if rows.fits(-minus_position, option):
+            rows.put(-minus_position, option)
+        offer(-minus_position)
     return {unit.unit: option.name for unit, option in zip(problem.units, rows.picked)}
 
 
-def _step_order(step: tuple[float, int, Option]) -> tuple[float, int]:
-    """Densest first; of equal ones, the later unit (T2 of ties.py)."""
-    return -step[0], -step[1]
+class _Price:
+    """What a step costs: its share of the memory headroom and of the risk budget at the start, weighted."""
 
+    def __init__(self, problem: Problem, rows: Rows, weights: tuple[float, float]) -> None:
+        self._per_byte = weights[0] / max(1, rows.headroom())
+        self._per_risk = weights[1] / (problem.risk_limit or 1.0)
 
-def _steps(problem: Problem, rows: Rows, weights: tuple[float, float]) -> list[tuple[float, int, Option]]:
-    """(seconds per cost, position, option) along every unit's efficient frontier, from what it holds now."""
-    headroom = max(1, rows.headroom())
-    limit = problem.risk_limit or 1.0
-    steps = []
-    for position, options in enumerate(problem.options):
-        now = rows.picked[position]
-        points = [(0.0, 0.0, now)]
-        for option in options:
-            gain = option.seconds - now.seconds
-            if gain > 0 and option.risk_cost <= rows.risk_left:
-                grown = max(0, option.held_bytes - now.held_bytes) / headroom
-                points.append((weights[0] * grown + weights[1] * option.risk_cost / limit, gain, option))
-        steps += [(density, position, option) for density, option in _frontier(points)]
-    return steps
-
-
-def _frontier(points: list[tuple[float, float, Option]]) -> list[tuple[float, Option]]:
-    """The upper hull of (cost, gain) from the first point on: options with falling density of the step to each."""
-    hull: list[tuple[float, Option]] = []
-    cost, gain = points[0][:2]
-    rest = points[1:]
-    while rest:
-        density, best = max(
-            (((g - gain) / (c - cost + _FREE), (c, g, o)) for c, g, o in rest), key=lambda pair: pair[0]
-        )
-        hull.append((density, best[2]))
-        cost, gain = best[:2]
-        rest = [point for point in rest if point[1] > gain and point[0] >= cost]
-    return hull
+    def density(self, now: Option, option: Option) -> float:
+        cost = self._per_byte * max(0, option.held_bytes - now.held_bytes)
+        cost += self._per_risk * max(0.0, option.risk_cost - now.risk_cost)
+        return (option.seconds - now.seconds) / (cost + _FREE)
 
 
 def _by_name(options: tuple[Option, ...], name: str) -> Option:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from ds_hilore.core.types import UnitId
 from ds_hilore.planning.options import REPLAY, Option
 from ds_hilore.planning.problem import Problem, evaluate
 
 
-def tie_key(problem: Problem, choice: Mapping[UnitId, str]) -> tuple[object, ...]:
+def tie_key(problem: Problem, choice: Mapping[UnitId, str]) -> tuple[Any, ...]:
     """Gives a key that is smaller for the better plan: seconds first, then T1, T2, T3."""
     places = [_place(options, choice.get(unit.unit, REPLAY)) for unit, options in zip(problem.units, problem.options)]
     picked = [options[place] for options, place in zip(problem.options, places)]
