@@ -91,7 +91,7 @@ def _effect(key: str, value: Any) -> str | None:
         no_effect = "without effect: there are no model-parallel ranks to split unit inputs over"
         return f"{path} = {value!r} is {no_effect}" if _is_on(value) else None
     if key in SUPERSEDED:
-        return f"{path} = {value!r} is {SUPERSEDED[key]}" if _is_on(value) or key == "number_checkpoints" else None
+        return f"{path} = {value!r} is {SUPERSEDED[key]}" if value else None
     known = [*SUPERSEDED, "partition_activations"]
     close = difflib.get_close_matches(key, known, n=1)
     hint = f'; did you mean "{close[0]}"?' if close else ""

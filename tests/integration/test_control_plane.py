@@ -158,7 +158,8 @@ def body_bad_arguments() -> list[str]:
 
 def test_misuse_is_refused_before_anything_is_sent(ranks: RankPool) -> None:
     said, _ = ranks.run(f"{HERE}:body_bad_arguments")
-    for words, message in zip(("'set'", "longer than 64 bytes", "agree('list')", "time_limit_s = 0"), said, strict=True):
+    expected = ("'set'", "longer than 64 bytes", "agree('list')", "time_limit_s = 0")
+    for words, message in zip(expected, said, strict=True):
         assert words in message
 
 
