@@ -1,0 +1,33 @@
+"""What does not work, in one place: printed at start and by `hilore doctor`, and listed in the docs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_hilore.core.host_rules import REFUSALS
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Something that is refused or has no effect, and what to do instead."""
+
+    what: str
+    way_out: str
+
+
+#: Limits that no key of a JSON switches on.
+_IN_CODE = (
+    Limit("Approximation (compression of saved state)", "comes later; every action is exact until then"),
+    Limit("memory_budget of less than the peak of recomputing everything", "a larger budget; ZeRO-3 or its offload"),
+    Limit("torch.compile around a unit, engine.compile(), compiled autograd", "compile inside the units"),
+    Limit("Domino layers", "ordinary layers with ZeRO"),
+    Limit("no_sync on ZeRO-2 and ZeRO-3", "gradient_accumulation_steps"),
+    Limit("Double backward through a unit", "exclude the unit with the key units"),
+    Limit("A second backward over one forward", "retain_graph=True in the first"),
+)
+
+
+def known_limits() -> tuple[Limit, ...]:
+    """All limits: those of the DeepSpeed JSON (`core/host_rules.py`) and those met in code."""
+    in_json = tuple(Limit(f"{rule.feature} ({'.'.join(rule.path)})", rule.way_out) for rule in REFUSALS)
+    return _IN_CODE + in_json

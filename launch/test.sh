@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Makes the environment if there is none and runs the tests on CPU. Arguments go to pytest: launch/test.sh tests/core -x
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+prepare_venv dev,demo,trl
+
+# tests/gpu is collected and skipped here; launch/test_gpu.sh runs it.
+export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Tests of several ranks start one process per core; more threads than cores would only make them wait.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+exec python -m pytest -q "$@"
