@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 prepare_venv demo
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-if ! python -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)'; then
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)'; then
     export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for 2)}"
 fi

@@ -17,7 +17,7 @@ source "$source_dir/venv.sh"
 prepare_venv demo
 cd "$start_dir"
 
-if [[ -z "${DS_ACCELERATOR:-}" ]] && ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if [[ -z "${DS_ACCELERATOR:-}" ]] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     export DS_ACCELERATOR=cpu
 fi
 if [[ "${DS_ACCELERATOR:-}" == cpu ]]; then

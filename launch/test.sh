@@ -8,4 +8,4 @@ prepare_venv dev,demo,trl
 export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Tests of several ranks start one process per core; more threads than cores would only make them wait.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-exec python -m pytest -q "$@"
+exec "$PYTHON" -m pytest -q "$@"

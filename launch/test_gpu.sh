@@ -6,8 +6,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 prepare_venv dev
 
 export DS_ACCELERATOR=cuda HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "this torch sees no CUDA device, so every test of tests/gpu will be skipped" >&2
     export DS_ACCELERATOR=cpu
 fi
-exec python -m pytest -q tests/gpu "$@"
+exec "$PYTHON" -m pytest -q tests/gpu "$@"

