@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Plan
 from ds_hilore.planning.problem import Infeasible, Problem
+from ds_hilore.planning.program import solve
 
 _log = logging.getLogger(__name__)
 
@@ -32,11 +33,14 @@ class BackgroundPlanner:
     order in which they were first submitted. A failure of the planner is recorded (`failures`) and ends nothing.
 
     Args:
-        planner: what makes a plan, as a rule `solve` with limits bound. It must release the interpreter lock while
-            it works for long, as HiGHS and CBC do.
+        planner: what makes a plan; `partial(solve, limits=...)` sets limits. It must release the interpreter lock
+            while it works for long, as HiGHS and CBC do.
+
+    A key names what a plan depends on (shape class, budget, profile): `best` gives the newest plan under it, which
+    may have been made for an older problem; `check` or `repair` it against the problem at hand.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner = solve) -> None:
         self._planner = planner
         self._wake = threading.Condition()
         self._waiting: OrderedDict[Hashable, Problem] = OrderedDict()
@@ -83,7 +87,8 @@ class BackgroundPlanner:
             return self._wake.wait_for(lambda: not self._waiting and not self._working, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Drops what waits and joins the thread; what is being solved is finished first. True if the thread ended."""
+        """Drops what waits and joins the thread; what is being solved is finished first (at most the solver's
+        time limit). True if the thread ended."""
         with self._wake:
             self._closed = True
             self._waiting.clear()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 import pulp
 
@@ -24,12 +24,13 @@ from ds_hilore.planning.problem import RISK_TOLERANCE, Infeasible, Problem, eval
 from ds_hilore.planning.symmetry import Group, Reduced, reduce_problem
 from ds_hilore.planning.ties import late_rank, settle, tie_key
 
+_Number = TypeVar("_Number", int, float)
 _log = logging.getLogger(__name__)
 
 #: How far a row or an integer may be off in a solver's answer; the default of 1e-6 is megabytes of a device.
 _TOLERANCE = 1e-9
-#: Largest number in a memory row, so that the tolerance is 1e-13 of what a unit holds.
-_ROW_SCALE = 1e4
+#: Memory rows are scaled to numbers below this: the tolerance is then under a byte of what a unit holds.
+_LARGEST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,10 @@ def solve(problem: Problem, limits: SolverLimits | None = None) -> Plan | Infeas
     """
     limits = limits or SolverLimits()
     fallback = greedy(problem)
-    answer = _ask(problem, limits)
-    if answer is None:
+    answer = _ask(problem, limits, something_fits=isinstance(fallback, Plan))
+    if answer is None or answer.choice is None:
         return fallback
-    if answer.choice is None:
-        if isinstance(fallback, Plan):
-            _log.warning("%s says that no plan fits, but greedy's does; greedy's is taken", answer.solver.value)
-        return fallback
-    plan = _judged(problem, answer)
+    plan = _judged(problem, answer.solver, answer.choice, answer.bound_seconds)
     if isinstance(plan, Infeasible):
         return fallback
     if isinstance(fallback, Plan) and tie_key(problem, fallback.choice) < tie_key(problem, plan.choice):
@@ -84,23 +81,20 @@ def solve(problem: Problem, limits: SolverLimits | None = None) -> Plan | Infeas
     return plan
 
 
-def _judged(problem: Problem, answer: _Answer) -> Plan | Infeasible:
-    """The answer as a plan that holds; a wrong answer is repaired and then no longer the solver's."""
-    choice = answer.choice or {}
+def _judged(
+    problem: Problem, solver: Solver, choice: Mapping[UnitId, str], bound_seconds: float | None
+) -> Plan | Infeasible:
+    """The answer as a plan that holds; a wrong answer is repaired, is no longer the solver's, and proves nothing."""
     evaluation = evaluate(problem, choice)
     if evaluation.feasible:
-        return make_plan(problem, settle(problem, choice), answer.solver, answer.bound_seconds)
-    _log.warning(
-        "%s returned a plan that does not hold (%s); repaired", answer.solver.value, evaluation.violations[0].message
-    )
-    repaired = repair(problem, Plan(choice=choice))
-    if isinstance(repaired, Plan) and answer.bound_seconds is not None:
-        return replace(repaired, bound_seconds=max(answer.bound_seconds, repaired.saved_seconds))
-    return repaired
+        return make_plan(problem, settle(problem, choice), solver, bound_seconds)
+    wrong = evaluation.violations[0].message
+    _log.warning("%s returned a plan that does not hold (%s); repaired", solver.value, wrong)
+    return repair(problem, Plan(choice=choice))
 
 
-def _ask(problem: Problem, limits: SolverLimits) -> _Answer | None:
-    """The first solver that answers, in the order of `limits`; None if none does."""
+def _ask(problem: Problem, limits: SolverLimits, something_fits: bool) -> _Answer | None:
+    """The first solver's answer, or the second's where the first breaks or denies what is known to fit."""
     programme = _Programme(problem)
     solvers = [Solver.HIGHS, Solver.CBC] if limits.solver == "highs" else [Solver.CBC, Solver.HIGHS]
     for solver in solvers:
@@ -109,10 +103,10 @@ def _ask(problem: Problem, limits: SolverLimits) -> _Answer | None:
         except Exception as error:  # a broken solver must not cost the job more than its plan
             _log.warning("%s failed: %s: %s", solver.value, type(error).__name__, error)
             continue
-        if answer is not None:
-            return answer
-        _log.info("%s found no plan within %.3g s", solver.value, limits.time_limit_s)
-        return None
+        if answer is not None and answer.choice is None and something_fits:
+            _log.warning("%s says that no plan fits, but one is known", solver.value)
+            continue
+        return answer
     return None
 
 
@@ -164,6 +158,12 @@ class _Programme:
 _Counts = list[list[pulp.LpVariable]]
 
 
+def _count(model: pulp.LpProblem, name: str, most: int) -> pulp.LpVariable:
+    # PuLP 3.3 deprecates calling the class, and releases before it have no method
+    make = getattr(model, "add_variable", pulp.LpVariable)
+    return make(name, 0, most, pulp.LpInteger)
+
+
 def _add_one_option_per_unit(model: pulp.LpProblem, reduced: Reduced, problem: Problem) -> _Counts:
     limit = problem.risk_limit * (1 + RISK_TOLERANCE)
     counts: _Counts = []
@@ -171,17 +171,36 @@ def _add_one_option_per_unit(model: pulp.LpProblem, reduced: Reduced, problem: P
         row = []
         for k, option in enumerate(group.options):
             most = group.size if option.risk_cost <= limit else 0
-            row.append(pulp.LpVariable(f"n_{g}_{k}", 0, most, pulp.LpInteger))
+            row.append(_count(model, f"n_{g}_{k}", most))
         model += pulp.lpSum(row) == group.size
         counts.append(row)
     return counts
 
 
+class _RowScale:
+    """Byte counts as smaller numbers without rounding: their common divisor goes first, then powers of two.
+
+    A row that holds with equality must still hold in the solver's arithmetic, and in the 12 digits of CBC's file.
+    """
+
+    def __init__(self, byte_counts: list[int]) -> None:
+        self._divisor = math.gcd(*byte_counts) or 1
+        largest = max(byte_counts, default=0) // self._divisor
+        self._shift = 2.0 ** -max(0, largest.bit_length() - _LARGEST.bit_length() + 1)
+
+    def of(self, byte_count: int) -> float:
+        return (byte_count // self._divisor) * self._shift
+
+    def limit(self, limit_bytes: int) -> float:
+        """The right side: sums on the left are multiples of the divisor, so it may be rounded down to one."""
+        return self.of(limit_bytes)
+
+
 def _add_memory_rows(model: pulp.LpProblem, reduced: Reduced, counts: _Counts) -> None:
     for row in reduced.rows:
         columns = [row.coefficients[group.positions[0]] for group in reduced.groups]
-        scale = _ROW_SCALE / max(1, *(value for column in columns for value in column))
-        model += _weighted(counts, columns, scale) <= row.limit_bytes * scale
+        scale = _RowScale([value for column in columns for value in column])
+        model += _weighted(counts, columns, scale.of) <= scale.limit(row.limit_bytes)
 
 
 def _add_conversion_row(model: pulp.LpProblem, reduced: Reduced, counts: _Counts, problem: Problem) -> None:
@@ -194,14 +213,14 @@ def _add_conversion_row(model: pulp.LpProblem, reduced: Reduced, counts: _Counts
     ]
     if not converting:
         return
-    any_converts = pulp.LpVariable("converts", 0, 1, pulp.LpInteger)
+    any_converts = _count(model, "converts", 1)
     for count, group in converting:
         model += count <= group.size * any_converts
     columns = [tuple(option.converting_bytes for option in group.options) for group in reduced.groups]
-    scale = _ROW_SCALE / max(1, problem.conversion_bytes, *(value for column in columns for value in column))
-    held = _weighted(counts, columns, scale)
+    scale = _RowScale([problem.conversion_bytes, *(value for column in columns for value in column)])
+    held = _weighted(counts, columns, scale.of)
     limit = problem.budget_bytes - problem.base_backward_bytes
-    model += held + problem.conversion_bytes * scale * any_converts <= limit * scale
+    model += held + scale.of(problem.conversion_bytes) * any_converts <= scale.limit(limit)
 
 
 def _add_risk_row(model: pulp.LpProblem, reduced: Reduced, counts: _Counts, problem: Problem) -> None:
@@ -209,8 +228,7 @@ def _add_risk_row(model: pulp.LpProblem, reduced: Reduced, counts: _Counts, prob
     columns = [tuple(option.risk_cost for option in group.options) for group in reduced.groups]
     if limit > 0 and any(cost for column in columns for cost in column):
         # what is above the limit by itself is fixed to 0, and an infinite coefficient would spoil the row
-        shares = [tuple(cost / limit if cost <= 2 * limit else 0.0 for cost in column) for column in columns]
-        model += _weighted(counts, shares, 1.0) <= 1.0
+        model += _weighted(counts, columns, lambda cost: cost / limit if cost <= 2 * limit else 0.0) <= 1.0
 
 
 def _add_order_of_chains(model: pulp.LpProblem, reduced: Reduced, counts: _Counts) -> None:
@@ -230,15 +248,15 @@ def _at_least(row: list[pulp.LpVariable], places: list[int], other: Group) -> pu
     return pulp.LpAffineExpression([(row[place], other.size) for place in places])
 
 
-def _set_objective(model: pulp.LpProblem, reduced: Reduced, counts: _Counts, scale: float) -> None:
+def _set_objective(model: pulp.LpProblem, reduced: Reduced, counts: _Counts, seconds_scale: float) -> None:
     seconds = [tuple(option.seconds for option in group.options) for group in reduced.groups]
-    model.setObjective(_weighted(counts, seconds, 1.0 / scale))
+    model.setObjective(_weighted(counts, seconds, lambda value: value / seconds_scale))
 
 
 def _weighted(
-    counts: _Counts, columns: list[tuple[int, ...]] | list[tuple[float, ...]], scale: float
+    counts: _Counts, columns: Sequence[Sequence[_Number]], scaled: Callable[[_Number], float]
 ) -> pulp.LpAffineExpression:
-    terms = [(n, value * scale) for row, column in zip(counts, columns) for n, value in zip(row, column) if value]
+    terms = [(n, scaled(value)) for row, column in zip(counts, columns) for n, value in zip(row, column) if value]
     return pulp.LpAffineExpression(terms)
 
 
@@ -248,7 +266,7 @@ class _QuietHiGHS(pulp.HiGHS):
     The class below it has the same methods and prints nothing.
     """
 
-    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:  # noqa: N802  (PuLP's name)
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
         import highspy
 
         lp.solverModel = highspy.Highs.__base__()
@@ -273,11 +291,14 @@ def _run_highs(model: pulp.LpProblem, limits: SolverLimits) -> float | None:
 
 
 def _run_cbc(model: pulp.LpProblem, limits: SolverLimits) -> float | None:
-    """Solves in a child process that talks through files in a private directory, removed afterwards."""
+    """Solves in a child process that talks through files in a private directory, removed afterwards.
+
+    CBC runs on one thread unless it is told a number; told "1" it starts its thread machinery, which takes twice the
+    time and stops now and then with "time limit" after a few milliseconds.
+    """
     solver = pulp.COIN_CMD(
         path=pulp.PULP_CBC_CMD.pulp_cbc_path,  # the one that PuLP ships
         msg=False,
-        threads=1,
         timeLimit=limits.time_limit_s,
         gapRel=limits.relative_gap,
         gapAbs=0.0,
@@ -285,7 +306,8 @@ def _run_cbc(model: pulp.LpProblem, limits: SolverLimits) -> float | None:
     with tempfile.TemporaryDirectory(prefix="hilore-cbc-") as private:
         solver.tmpDir = private
         model.solve(solver)
-    if model.sol_status != pulp.LpSolutionOptimal:
+    if model.status != pulp.LpStatusOptimal or model.sol_status != pulp.LpSolutionOptimal:
         return None
-    # CBC stops once (bound - value) < gap * bound
-    return float(pulp.value(model.objective)) / (1.0 - limits.relative_gap)
+    # CBC stops once (bound - value) < gap * bound; an objective without terms has no value
+    value = float(pulp.value(model.objective) or 0.0)
+    return value + abs(value) * limits.relative_gap / (1.0 - limits.relative_gap)
