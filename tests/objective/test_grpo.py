@@ -192,6 +192,18 @@ def test_borders_of_the_clip(gap: float, advantage: float, active: bool, level: 
     assert torch.isfinite(loss)
 
 
+@pytest.mark.parametrize("advantage", [0.0, -0.0, 1.0])
+def test_an_overflowing_ratio_without_delta_gives_zero_and_not_nan(advantage: float) -> None:
+    """A = 0 belongs to A >= 0, hence is clipped here; as an active position it would be 0 * inf."""
+    logps = torch.tensor([[2000.0]], requires_grad=True)
+    arguments = (torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 1)
+    loss = grpo_loss(logps, *arguments, config=GRPOLossConfig())
+    loss.backward()
+    assert loss.item() == pytest.approx(-1.2 * advantage)
+    assert logps.grad is not None and logps.grad.item() == 0.0
+    assert token_coefficients(logps, *arguments, config=GRPOLossConfig()).item() == 0.0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_borders_agree_with_clamp_in_every_precision(dtype: torch.dtype) -> None:
     """Ratios one step around bounds that no float holds exactly (1.2, 0.8): our comparison rounds as clamp does."""
