@@ -19,7 +19,7 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
 
-from tests.ranks import RankPool  # noqa: E402  (after the path and the environment are set)
+from tests.ranks import RankPool
 
 
 @pytest.fixture(autouse=True)
