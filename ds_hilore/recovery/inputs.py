@@ -1,0 +1,83 @@
+"""What a unit was called with, kept so that it can be called again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ds_hilore.recovery.bundle import Kept
+
+
+@dataclass
+class UnitInputs:
+    """Function and arguments of one call, partial objects undone: transformers hands tensors over inside `partial`.
+
+    `leaves` are the flattened arguments; tensors stand as `_Held` (parameters, and anything that is no tensor, as
+    themselves). `tensors` are the originals in the same order; they are dropped when the forward has ended.
+    """
+
+    function: Callable[..., Any]
+    leaves: list[Any]
+    spec: TreeSpec
+    tensors: list[Tensor]
+
+    @classmethod
+    def capture(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitInputs:
+        while isinstance(function, functools.partial):
+            args = function.args + args
+            kwargs = {**function.keywords, **kwargs}
+            function = function.func
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors: list[Tensor] = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, Parameter):
+                tensors.append(leaf)
+                leaves[position] = _Held(leaf)
+        return cls(function, leaves, spec, tensors)
+
+    @property
+    def module(self) -> Module | None:
+        """The module whose forward is called, where that can be told."""
+        if isinstance(self.function, Module):
+            return self.function
+        owner = getattr(self.function, "__self__", None)
+        if isinstance(owner, Module):
+            return owner
+        first = self.leaves[0] if self.leaves else None
+        return first if isinstance(first, Module) else None
+
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept for a replay, as detached aliases."""
+        return [leaf.kept.tensor for leaf in self.leaves if isinstance(leaf, _Held)]
+
+    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+        """Arguments for a replay, as new leaves of the graph, and the tensors among them.
+
+        Raises:
+            StateChanged: an input was changed in place since the forward pass.
+        """
+        tensors: list[Tensor] = []
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Held):
+                tensor = leaf.kept.get().detach().requires_grad_(leaf.requires_grad)
+                tensors.append(tensor)
+                leaves.append(tensor)
+            else:
+                leaves.append(leaf)
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs, tensors
+
+
+class _Held:
+    __slots__ = ("kept", "requires_grad")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.kept = Kept(tensor, 0)
+        self.requires_grad = tensor.requires_grad

@@ -1,0 +1,194 @@
+"""One replay of one unit call: run its forward again and take what it saves, until nothing is missing any more.
+
+What the replay saves is held by the same recipes as in forward (design fact 13), the replay ends right after the last
+slot that is no parameter, and calls whose output nothing depends on are skipped (design fact 14, see deadwork.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hilore.core.errors import RecoveryMismatch
+from ds_hilore.recovery.bundle import Handle, ParameterRef, SlotMeta, Value, parameter_of
+from ds_hilore.recovery.inputs import UnitInputs
+from ds_hilore.recovery.recipes import BundleBuilder, RecipeProofs
+from ds_hilore.recovery.routing import RoutingTape
+from ds_hilore.recovery.surroundings import Surroundings
+
+
+class EarlyStop(BaseException):
+    """Raised out of a replay once everything is recovered. Not an `Exception`: model code may catch those."""
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """One call of a submodule within a unit: its path below the unit, and which of its calls."""
+
+    module: str
+    call: int = 0
+
+
+@dataclass
+class SiteTrace:
+    """What a traced replay saw: the autograd node of every site's output, and those of the recovered slots."""
+
+    outputs: dict[Site, Any] = field(default_factory=dict)
+    slots: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ReplaySource:
+    """Everything a replay needs to know of the call that it repeats."""
+
+    label: str  # unit and rank, for errors
+    unit_class: str
+    inputs: UnitInputs
+    surroundings: Surroundings
+    metas: Sequence[SlotMeta | None]
+    last_needed: int
+    proofs: RecipeProofs
+    routing: RoutingTape | None = None
+
+
+class Replay:
+    """A replay in progress. `slots` are the recovered values by position; parameters and what follows are None."""
+
+    def __init__(self, source: ReplaySource, skip: frozenset[Site] = frozenset()) -> None:
+        self.source = source
+        self.skip = skip
+        self.trace: SiteTrace | None = None
+        self.slots: list[Value | None] = [None] * (source.last_needed + 1)
+        self._count = 0
+        self._skipped_input: Tensor | None = None  # of the site that is being skipped right now
+        self._builder: BundleBuilder | None = None
+
+    def run(self, traced: Sequence[tuple[str, nn.Module]] = ()) -> list[Value | None]:
+        """Recovers all slots. `traced` names submodules whose outputs are to be noted in `self.trace`.
+
+        Raises:
+            RecoveryMismatch: the replay saved something else than the forward did.
+            StateChanged: an input or parameter was changed since.
+        """
+        source = self.source
+        args, kwargs, tensors = source.inputs.fresh()
+        self._builder = BundleBuilder(source.proofs, source.unit_class, tensors, self)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(source.surroundings.restored())
+                stack.enter_context(torch.enable_grad())
+                if source.routing is not None:
+                    stack.enter_context(source.routing.replaying())
+                self._hook_sites(stack, traced)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _forbidden))
+                source.inputs.function(*args, **kwargs)
+        except EarlyStop:
+            return self.slots
+        finally:
+            self._builder = None  # it holds the nodes of this replay, hence its graph
+        raise RecoveryMismatch(
+            f"{source.label}: the replay saved {self._count} tensors, the forward pass at least "
+            f"{source.last_needed + 1}; the unit must do the same work twice (no state that changes between calls)"
+        )
+
+    def _pack(self, tensor: Tensor) -> Handle | ParameterRef:
+        index = self._count
+        self._count = index + 1
+        parameter = parameter_of(tensor)
+        meta = self.source.metas[index]
+        if parameter is not None:
+            if meta is not None:
+                raise self._mismatch(index, f"a parameter of shape {tuple(tensor.shape)}", meta)
+            return ParameterRef(parameter, tensor)
+        if self._skipped_input is not None:
+            tensor = _stand_in(tensor, self._skipped_input, meta)
+        if meta is None or tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+            raise self._mismatch(index, f"{tensor.dtype} of shape {tuple(tensor.shape)}", meta)
+        assert self._builder is not None
+        value = self._builder.hold(tensor, index)
+        self.slots[index] = value
+        if self.trace is not None:
+            self.trace.slots.append(tensor.grad_fn)
+        if index == self.source.last_needed:
+            raise EarlyStop
+        return Handle(self, index, value)
+
+    def _mismatch(self, index: int, found: str, meta: SlotMeta | None) -> RecoveryMismatch:
+        expected = "a parameter" if meta is None else f"{meta.dtype} of shape {tuple(meta.shape)}"
+        return RecoveryMismatch(
+            f"{self.source.label}: saved tensor {index} of the replay is {found}, the forward pass saved {expected}; "
+            "the unit must do the same work twice (no state that changes between calls)"
+        )
+
+    # -- sites -----------------------------------------------------------------------------------------------------
+
+    def _hook_sites(self, stack: ExitStack, traced: Sequence[tuple[str, nn.Module]]) -> None:
+        module = self.source.inputs.module
+        if self.skip and module is not None:
+            for name in sorted({site.module for site in self.skip}):
+                calls = _CallCounter(name)
+                submodule = module.get_submodule(name)
+                stack.callback(submodule.register_forward_pre_hook(self._before(calls)).remove)
+                stack.callback(submodule.register_forward_hook(self._after(calls)).remove)
+        if traced:
+            self.trace = SiteTrace()
+            for name, submodule in traced:
+                stack.callback(submodule.register_forward_hook(self._note(_CallCounter(name))).remove)
+
+    def _before(self, calls: _CallCounter) -> Callable[..., Any]:
+        def skip_rows(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            if calls.next() not in self.skip:
+                return None
+            self._skipped_input = args[0]
+            # The real call on no rows: it saves as many tensors as ever, parameters right, and costs nothing.
+            return (args[0][..., :0, :], *args[1:])
+
+        return skip_rows
+
+    def _after(self, calls: _CallCounter) -> Callable[..., Any]:
+        def give_nan(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+            if self._skipped_input is None:
+                return None
+            shape = (*self._skipped_input.shape[:-1], output.shape[-1])
+            self._skipped_input = None
+            nan = output.new_full((1,), float("nan")).requires_grad_(output.requires_grad)
+            return nan.expand(shape)
+
+        return give_nan
+
+    def _note(self, calls: _CallCounter) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            site = calls.next()
+            if self.trace is not None and isinstance(output, Tensor) and output.numel() > 0 and output.dim() >= 2:
+                self.trace.outputs[site] = output.grad_fn
+
+        return note
+
+
+class _CallCounter:
+    """Numbers the calls of one submodule."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls = 0
+
+    def next(self) -> Site:
+        site = Site(self.name, self.calls)
+        self.calls += 1
+        return site
+
+
+def _stand_in(tensor: Tensor, source: Tensor, meta: SlotMeta | None) -> Tensor:
+    """A skipped call saved its input without rows: the input itself belongs there."""
+    if meta is None or tensor.numel() > 0 or meta.shape.numel() != source.numel():
+        return tensor
+    return source if source.shape == meta.shape else source.reshape(meta.shape)
+
+
+def _forbidden(_: object) -> Tensor:
+    raise AssertionError("a replay's own graph is never differentiated")

@@ -1,0 +1,216 @@
+"""Recovery units: run one under saved-tensor hooks, and give its saved state back in backward.
+
+NOTE [Recovery rules]
+R1  A unit runs with grad under hooks, never under no_grad: side outputs (router losses) keep their gradients.
+R2  What is saved is complete or nothing: a call is either stored (every slot has a value) or replayed as a whole.
+R3  A value is freed at its last use: it hangs on the object that autograd holds, which autograd lets go when the
+    node has run. With `retain_graph` it stays; a second backward without it raises torch's own error.
+R4  From stored a call can become replayed after forward (`drop`), never the other way round (the lattice).
+R5  Parameters are never saved state: by reference, rebound at unpack, and their version is compared.
+R6  Inputs are held as detached aliases; version and generation (optimizer steps, loaded weights) are compared.
+R7  A unit inside a unit is part of the outer one: it runs plainly, the outer call owns everything.
+R8  A replay takes RNG, autocast and routing of its forward and leaves the streams as it found them.
+R9  Nothing here calls a collective: under ZeRO-3 the unit's parameters are gathered by its leaf module before.
+
+Not supported: double backward through a unit (a replay is not differentiable a second time).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hilore.core.errors import RecoveryError, StateChanged, UsageError
+from ds_hilore.core.types import Action, UnitId
+from ds_hilore.recovery.bundle import Handle, ParameterRef, SlotMeta, Value, kept_tensors, parameter_of, storages
+from ds_hilore.recovery.deadwork import DeadWork
+from ds_hilore.recovery.inputs import UnitInputs
+from ds_hilore.recovery.recipes import BundleBuilder, RecipeProofs
+from ds_hilore.recovery.replay import ReplaySource
+from ds_hilore.recovery.routing import RoutingTape, has_router
+from ds_hilore.recovery.surroundings import RngTracker, Surroundings
+
+_inside_unit: ContextVar[bool] = ContextVar("ds_hilore_inside_unit", default=False)
+
+
+def inside_unit() -> bool:
+    """Whether this thread is running a unit's forward or replay (rule R7)."""
+    return _inside_unit.get()
+
+
+@dataclass
+class RecoveryContext:
+    """What all unit calls of one controller share. `generation` rises whenever parameters change."""
+
+    rank: int = 0
+    proofs: RecipeProofs = field(default_factory=RecipeProofs)
+    dead_work: DeadWork = field(default_factory=DeadWork)
+    generation: int = 0
+    settled: bool = True  # False between a forward and the moment its final plan is applied
+    settle: Callable[[], None] = lambda: None
+    on_replay: Callable[[UnitId, float], None] | None = None  # unit, wall seconds on the issuing thread
+    rng_tracker: RngTracker | None = None
+    routers: weakref.WeakKeyDictionary[torch.nn.Module, bool] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def has_router(self, module: torch.nn.Module | None) -> bool:
+        if module is None:
+            return False
+        known = self.routers.get(module)
+        if known is None:
+            known = self.routers[module] = has_router(module)
+        return known
+
+
+class UnitCall:
+    """One call of one unit, from its forward to the last use of its saved state.
+
+    Held only by its handles, that is by the autograd graph: when the graph goes, all of it goes.
+    """
+
+    def __init__(
+        self, context: RecoveryContext, unit: UnitId, unit_class: str, action: Action, inputs: UnitInputs
+    ) -> None:
+        if action is Action.COMPRESS:
+            raise UsageError(f"{unit}: compression is not available yet; plan store or recompute")
+        self.context = context
+        self.unit = unit
+        self.unit_class = unit_class
+        self.action = action
+        self.inputs = inputs
+        self.generation = context.generation
+        device = inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
+        self.surroundings = Surroundings(device, context.rng_tracker)
+        self.routing = RoutingTape() if context.has_router(inputs.module) else None
+        self.metas: list[SlotMeta | None] = []
+        self.last_needed = -1
+        self._builder: BundleBuilder | None = None
+        if action is Action.STORE:
+            self._builder = BundleBuilder(context.proofs, unit_class, inputs.tensors, self)
+        self._handles: list[weakref.ref[Handle]] = []
+        self._recovered: list[Value | None] | None = None
+        self._recovered_for = -1
+
+    @property
+    def label(self) -> str:
+        return f"unit {self.unit} (rank {self.context.rank})"
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The unit's forward with the caller's own tensors: exact, with grad (R1)."""
+        try:
+            with _unit_scope(), torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                if self.routing is None:
+                    return function(*args, **kwargs)
+                with self.routing.recording():
+                    return function(*args, **kwargs)
+        finally:
+            self._builder = None
+            self.inputs.tensors = []  # the originals carry the graph behind them
+
+    def _pack(self, tensor: Tensor) -> Handle | ParameterRef:
+        parameter = parameter_of(tensor)
+        if parameter is not None:
+            self.metas.append(None)
+            return ParameterRef(parameter, tensor)
+        index = len(self.metas)
+        self.metas.append(SlotMeta(tensor.shape, tensor.dtype))
+        self.last_needed = index
+        if self._builder is None:
+            return Handle(self, index, None)
+        handle = Handle(self, index, self._builder.hold(tensor, index))
+        self._handles.append(weakref.ref(handle))
+        return handle
+
+    # -- between forward and backward ------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Store becomes recompute (R4): frees the state at once, what stays are the inputs."""
+        for reference in self._handles:
+            handle = reference()
+            if handle is not None:
+                handle.value = None
+        self._handles.clear()
+        self.action = Action.RECOMPUTE
+
+    def held_storages(self) -> dict[int, int]:
+        """Bytes of the stored state by storage address, inputs included."""
+        values = [handle.value for reference in self._handles if (handle := reference()) is not None]
+        return storages([*self.inputs.held(), *kept_tensors(values)])
+
+    def input_storages(self) -> dict[int, int]:
+        """Bytes of the inputs alone by storage address: what recompute holds."""
+        return storages(self.inputs.held())
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def recover(self, index: int) -> Value:
+        """The value of a slot that was not kept; replays the unit at the first one."""
+        graph = torch._C._current_graph_task_id()
+        if self._recovered is None or self._recovered_for != graph or self._recovered[index] is None:
+            # Another graph task is another backward (retain_graph), whose own copy must be made anew.
+            self._recovered, self._recovered_for = self._replay(), graph
+        value = self._recovered[index]
+        if value is None:
+            raise RecoveryError(f"{self.label}: the replay did not yield saved tensor {index}; please report this")
+        self._recovered[index] = None
+        return value
+
+    def _replay(self) -> list[Value | None]:
+        source = ReplaySource(
+            self.label,
+            self.unit_class,
+            self.inputs,
+            self.surroundings,
+            self.metas,
+            self.last_needed,
+            self.context.proofs,
+            self.routing,
+        )
+        started = time.perf_counter()
+        with _unit_scope():
+            slots = self.context.dead_work.replay(source)
+        if self.context.on_replay is not None:
+            self.context.on_replay(self.unit, time.perf_counter() - started)
+        return slots
+
+
+@contextmanager
+def _unit_scope() -> Iterator[None]:
+    token = _inside_unit.set(True)
+    try:
+        yield
+    finally:
+        _inside_unit.reset(token)
+
+
+def _unpack(held: Handle | ParameterRef) -> Tensor:
+    if type(held) is ParameterRef:
+        return held.get()
+    assert isinstance(held, Handle)
+    call: UnitCall = held.owner
+    context = call.context
+    if not context.settled:
+        context.settle()
+    if call.generation != context.generation:
+        raise StateChanged(
+            f"{call.label}: parameters were stepped or loaded between this forward and its backward; run the forward "
+            "again after a step"
+        )
+    try:
+        value = held.value
+        if value is None:
+            value = call.recover(held.index)
+        return value.get()
+    except StateChanged as changed:
+        if call.label in str(changed):
+            raise
+        raise StateChanged(f"{call.label}: {changed}") from changed
