@@ -83,7 +83,8 @@ def test_peaks_can_be_taken_again_after_ordinary_work() -> None:
 
 def test_outside_tight_malloc_freed_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason for all this. Without the holes' plugs and tight thresholds the same figure is wrong."""
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"):
+        monkeypatch.delenv(name, raising=False)
     with tight_malloc():
         pass
     meter = peak_meter("cpu")
