@@ -14,7 +14,7 @@ from ds_hilore.planning.rows import Rows
 from tests.planning.planning_problems import decoder
 
 
-@pytest.mark.parametrize(("units", "variants", "passes"), [(36, 2, 1), (36, 5, 3), (80, 2, 1), (80, 5, 3)])
+@pytest.mark.parametrize(("units", "variants", "passes"), [(36, 2, 1), (36, 5, 8), (80, 2, 1), (80, 5, 8)])
 def test_counted_work(units: int, variants: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"evaluate": 0, "fits": 0}
 
