@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +15,11 @@ from ds_hilore.objective.grpo import Algorithm, GRPOLossConfig, Normalisation, R
 from ds_hilore.objective.update import UpdateSize
 
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e300)
+
+
+def untimed(max_examples: int) -> settings:
+    """No verdict of a test hangs on the speed of the machine; the first call of an operation may take a second."""
+    return settings(max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.objective.chunked import LogitOptions, log_probs
-from tests.objective.cases import Watch, Watcher
+from tests.objective.cases import Watch, Watcher, untimed
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -104,7 +104,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@untimed(max_examples=150)
 def test_values_and_all_gradients_are_those_of_the_plain_path(dtype: torch.dtype, data: st.DataObject) -> None:
     case = data.draw(cases(dtype))
     found, expected = values_and_gradients(chunked, case), values_and_gradients(plain, case)
@@ -115,7 +115,7 @@ def test_values_and_all_gradients_are_those_of_the_plain_path(dtype: torch.dtype
 
 
 @given(cases(torch.float64), st.sampled_from([math.nan, math.inf]))
-@settings(max_examples=100, deadline=None)
+@untimed(max_examples=100)
 def test_masked_positions_leak_nothing(case: Case, garbage: float) -> None:
     dirty = replace(
         case,

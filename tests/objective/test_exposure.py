@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.objective.exposure import TokenFacts, exposure, live_rows, reach_weights
-from tests.objective.cases import Watcher
+from tests.objective.cases import Watcher, untimed
 
 
 @st.composite
@@ -29,6 +29,7 @@ def coefficients(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @given(coefficients())
+@untimed(max_examples=100)
 def test_facts_by_loops(case: tuple[Tensor, Tensor, Tensor]) -> None:
     omega, mask, segments = case
     rows, tokens = omega.shape

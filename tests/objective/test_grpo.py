@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,13 +23,13 @@ from ds_hilore.objective.grpo import (
     token_coefficients,
 )
 from ds_hilore.objective.update import UpdateSize
-from tests.objective.cases import Microbatch, Watcher, microbatches
+from tests.objective.cases import Microbatch, Watcher, microbatches, untimed
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
 @given(microbatches())
-@settings(max_examples=400, deadline=None)
+@untimed(max_examples=400)
 def test_omega_is_the_gradient_of_the_loss(case: Microbatch) -> None:
     loss, grad = case.loss_and_grad()
     assert loss.dtype == torch.float64 and loss.dim() == 0
@@ -37,7 +37,7 @@ def test_omega_is_the_gradient_of_the_loss(case: Microbatch) -> None:
 
 
 @given(microbatches(), st.integers(0, 2**31))
-@settings(max_examples=200, deadline=None)
+@untimed(max_examples=200)
 def test_what_masked_positions_hold_changes_no_bit(case: Microbatch, seed: int) -> None:
     loss, grad = case.loss_and_grad()
     spoilt = case.with_garbage(seed)
@@ -49,7 +49,7 @@ def test_what_masked_positions_hold_changes_no_bit(case: Microbatch, seed: int) 
 
 
 @given(microbatches())
-@settings(max_examples=200, deadline=None)
+@untimed(max_examples=200)
 def test_value_and_gradient_are_those_of_the_textbook_form(case: Microbatch) -> None:
     loss, grad = case.loss_and_grad()
     logps = case.logps.clone().requires_grad_()
@@ -251,7 +251,7 @@ def test_all_masked_gives_zero_and_not_nan(level: RatioLevel, normalisation: Nor
 
 
 @given(microbatches())
-@settings(max_examples=50, deadline=None)
+@untimed(max_examples=50)
 def test_omega_falls_with_the_size_of_the_update(case: Microbatch) -> None:
     once = replace(case, size=UpdateSize(tokens=8, rows=8)).omega()
     tensors = UpdateSize(tokens=torch.tensor(16), rows=torch.tensor(16.0))
@@ -259,7 +259,7 @@ def test_omega_falls_with_the_size_of_the_update(case: Microbatch) -> None:
 
 
 @given(microbatches(dtype=torch.bfloat16))
-@settings(max_examples=100, deadline=None)
+@untimed(max_examples=100)
 def test_bfloat16_is_widened_first(case: Microbatch) -> None:
     wide = replace(
         case,
@@ -278,7 +278,7 @@ def test_bfloat16_is_widened_first(case: Microbatch) -> None:
 
 
 @given(microbatches())
-@settings(max_examples=50, deadline=None)
+@untimed(max_examples=50)
 def test_no_old_logps_means_ratio_one_with_gradient(case: Microbatch) -> None:
     without, same = replace(case, old_logps=None), replace(case, old_logps=case.logps)
     assert torch.equal(without.omega(), same.omega())
@@ -321,7 +321,7 @@ def test_only_logps_carry_gradient() -> None:
 
 
 @given(microbatches())
-@settings(max_examples=30, deadline=None)
+@untimed(max_examples=30)
 def test_nothing_waits_for_the_device(case: Microbatch) -> None:
     on_device = replace(case, size=UpdateSize(torch.tensor(9), torch.tensor(4)))
     with Watcher() as watcher:

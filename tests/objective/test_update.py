@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.objective.update import count_tokens, count_update_tokens, group_advantages
+from tests.objective.cases import untimed
 
 
 @given(st.integers(2, 8), st.lists(st.floats(-10, 10), min_size=1, max_size=4))
+@untimed(max_examples=100)
 def test_advantages_are_standardised_within_their_group(size: int, offsets: list[float]) -> None:
     groups = [torch.arange(size, dtype=torch.float64) * (i + 1) + offset for i, offset in enumerate(offsets)]
     found = group_advantages(torch.cat(groups), size).view(-1, size)
