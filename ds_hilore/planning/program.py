@@ -97,11 +97,10 @@ def _judged(
 
 def _ask(problem: Problem, limits: SolverLimits, something_fits: bool) -> _Answer | None:
     """The first solver's answer, or the second's where the first breaks or denies what is known to fit."""
-    programme = _Programme(problem)
     solvers = [Solver.HIGHS, Solver.CBC] if limits.solver == "highs" else [Solver.CBC, Solver.HIGHS]
     for solver in solvers:
         try:
-            answer = programme.solve(solver, limits)
+            answer = _Programme(problem).solve(solver, limits)  # anew: no value of a broken run survives
         except Exception as error:  # a broken solver must not cost the job more than its plan
             _log.warning("%s failed: %s: %s", solver.value, type(error).__name__, error)
             continue
