@@ -1,0 +1,1 @@
+"""The parts of grpo_arithmetic.py: model, tasks, rollouts, updates, and the comparison of recovery methods."""
