@@ -95,11 +95,15 @@ def values_and_gradients(path: Any, case: Case) -> list[Tensor]:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Against the largest entry: single entries of a gradient may cancel to nothing in either path."""
+    """Against the largest entry, taken as at least 0.01.
+
+    The terms of a gradient are of size one here, and where they cancel further than that, 1e-5 of what is left would be
+    less than one rounding of a term: neither path has those digits (both miss float64 by as much).
+    """
     assert found.shape == expected.shape
     if not expected.numel():
         return 0.0
-    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).item()
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-2)).item()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
