@@ -2,7 +2,7 @@
 
     deepspeed --num_gpus 2 examples/grpo_arithmetic.py --deepspeed_config configs/zero2_exact.json
 
-Each training step samples responses, scores them, and makes one update from them. At the end the last rollouts are
+Each training step samples responses, scores them, and makes one update from them. At the end recorded rollouts are
 replayed under HiLoRe, under torch's activation checkpointing and without checkpointing, and a table says what each
 took. Rows per rank and step = micro batch size x gradient accumulation steps of the JSON, a multiple of --group_size.
 """
@@ -75,7 +75,7 @@ class Demo:
         )
         self._prompts = self._prompts_per_rank()
         torch.manual_seed(args.seed + 1 + dist.get_rank())  # ranks sample different responses
-        self.last: list[Microbatch] = []
+        self._replayed: list[Microbatch] = []
 
     @property
     def has_plan(self) -> bool:
@@ -87,7 +87,7 @@ class Demo:
         return self._engine.module
 
     def train(self) -> list[StepSeconds]:
-        """Samples, scores and updates, `--updates` times. Keeps the last microbatches."""
+        """Samples, scores and updates, `--updates` times. Keeps microbatches for `compare`."""
         steps = []
         with self._progress() as progress:
             for step in progress.track(range(self._args.updates), description="GRPO updates"):
@@ -97,8 +97,8 @@ class Demo:
         return steps
 
     def compare(self, steps: Sequence[StepSeconds]) -> list[RankFigures]:
-        """Replays the last microbatches under each method."""
-        update = partial(run_update, self._engine, self.last, self._loss)
+        """Replays the microbatches of the last update with something to learn on every rank, under each method."""
+        update = partial(run_update, self._engine, self._replayed, self._loss)
         with self._progress() as progress:
             bar = progress.add_task("Comparison", total=Comparison.updates(self._args.turns))
             comparison = Comparison(self._engine, update, partial(progress.advance, bar))
@@ -112,10 +112,13 @@ class Demo:
         rollout = sample(self._actor, self._tokenizer, self._tasks, drawn, self._sampling)
         sampled = watch.lap()
         rows = self._engine.train_micro_batch_size_per_gpu()
-        self.last = to_microbatches(self._actor, rollout, rows, with_reference=self._loss.beta > 0)
-        dist.barrier()  # ranks sample for different lengths of time; that wait is no part of the update
+        microbatches = to_microbatches(self._actor, rollout, rows, with_reference=self._loss.beta > 0)
+        # Waits for the slowest sampler, too: that wait is no part of the update.
+        teaching_ranks = sum_over_ranks(torch.tensor(int(rollout.teaches), device=rollout.rewards.device))
+        if teaching_ranks == dist.get_world_size() or not self._replayed:
+            self._replayed = microbatches
         scored = watch.lap()
-        loss = run_update(self._engine, self.last, self._loss)
+        loss = run_update(self._engine, microbatches, self._loss)
         return rollout, StepSeconds(sampled, scored, watch.lap()), loss
 
     def _describe(self, step: int, rollout: Rollout, seconds: StepSeconds, loss: float) -> str:

@@ -29,6 +29,9 @@ from ds_hilore.memory.meter import peak_meter
 
 from .update import Stopwatch
 
+#: Below this part of the update's time, what checkpointing costs is lost in the noise of a busy machine.
+SMALLEST_EXTRA = 0.05
+
 
 class Method(Enum):
     """How the saved state of the decoder layers reaches backward, in the order of a turn; HiLoRe is the last."""
@@ -63,11 +66,15 @@ class RankFigures:
         """Median over turns of the time of `method` over that of `base`."""
         return median(a / b for a, b in zip(self.seconds[method], self.seconds[base]))
 
-    def recovered_share(self) -> float:
-        """Part of checkpointing's extra time over no checkpointing that HiLoRe saves (design section 2)."""
-        saved = 1 - self.median_ratio(Method.HILORE, Method.CHECKPOINTING)
+    def recovered_share(self) -> float | None:
+        """Part of checkpointing's extra time over no checkpointing that HiLoRe saves (design section 2).
+
+        None where that extra time is too small a part of the update to be measured.
+        """
         possible = 1 - self.median_ratio(Method.NONE, Method.CHECKPOINTING)
-        return saved / possible if possible else float("nan")
+        if possible < SMALLEST_EXTRA:
+            return None
+        return (1 - self.median_ratio(Method.HILORE, Method.CHECKPOINTING)) / possible
 
 
 class Comparison:

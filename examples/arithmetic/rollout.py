@@ -46,6 +46,11 @@ class Rollout:
         return self.sequences.response_mask.sum(1)
 
     @property
+    def teaches(self) -> bool:
+        """False where every group has equal rewards: then there is no gradient but that of the KL term."""
+        return bool(self.advantages.any())
+
+    @property
     def prompt_width(self) -> int:
         return self.sequences.input_ids.shape[1] - self.sequences.response_mask.shape[1]
 
@@ -95,6 +100,7 @@ def generate(actor: Actor, prompt_ids: Tensor, prompt_mask: Tensor, sampling: Sa
             top_p=1.0,
             num_return_sequences=sampling.group_size,
             max_new_tokens=sampling.max_new_tokens,
+            synced_gpus=_is_partitioned(actor),  # ranks gather parameters together, until the last one has ended
             eos_token_id=end_ids,
             pad_token_id=end_ids[0],
         )
@@ -135,3 +141,8 @@ def to_microbatches(actor: Actor, rollout: Rollout, rows: int, with_reference: b
 def _end_ids(actor: Actor) -> list[int]:
     end = actor.model.generation_config.eos_token_id
     return [end] if isinstance(end, int) else list(end)
+
+
+def _is_partitioned(actor: Actor) -> bool:
+    """Whether ZeRO-3 holds the parameters."""
+    return hasattr(next(actor.parameters()), "ds_id")

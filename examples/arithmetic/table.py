@@ -49,6 +49,11 @@ def _actions(figures: RankFigures) -> str:
     return " ".join(f"{count} {letter}" for letter, count in figures.actions.items()) or "-"
 
 
+def _recovered(figures: RankFigures) -> str:
+    share = figures.recovered_share()
+    return "-" if share is None else f"{share:.0%}"
+
+
 def _gradients(figures: RankFigures) -> str:
     return ", ".join(f"{figures.gradient_error[method]:.1e}" for method in (Method.CHECKPOINTING, Method.HILORE))
 
@@ -63,7 +68,7 @@ _TIMES: Columns = {
     "check-\npointing": _seconds(Method.CHECKPOINTING),
     "HiLoRe": _seconds(Method.HILORE),
     "HiLoRe /\ncheckpointing": _ratio(Method.HILORE, Method.CHECKPOINTING),
-    "recovered\nshare": lambda figures: f"{figures.recovered_share():.0%}",
+    "recovered\nshare": _recovered,
     "update's share\nof the step": lambda figures: f"{figures.update_share:.0%}",
 }
 

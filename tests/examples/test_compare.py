@@ -44,6 +44,11 @@ def test_ratios_are_medians_within_turns() -> None:
     assert FIGURES.recovered_share() == pytest.approx(0.2 / 0.3)
 
 
+def test_no_recovered_share_where_checkpointing_costs_next_to_nothing() -> None:
+    cheap = replace(FIGURES, seconds={**FIGURES.seconds, Method.NONE: [9.6, 9.7, 9.8]})
+    assert cheap.recovered_share() is None
+
+
 def test_tables_have_a_row_per_rank() -> None:
     ranks = [FIGURES, replace(FIGURES, rank=1, budget_bytes=3 << 30, actions={"R": 30})]
     console = Console(width=120)

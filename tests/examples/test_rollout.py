@@ -14,6 +14,7 @@ from torch import Tensor
 from ds_hilore.objective.grpo import GRPOLossConfig, grpo_loss
 from ds_hilore.objective.update import count_update_tokens, group_advantages
 from tests.examples import tiny
+from tests.ranks import RankPool
 
 E = tiny.END
 
@@ -59,6 +60,36 @@ def test_sampling_is_from_the_policy() -> None:
     found = classes[sampled].bincount(minlength=8) / rows
     deviation = (share * (1 - share) / rows).sqrt()
     assert ((found - share).abs() < 4 * deviation).all()
+
+
+def test_ranks_may_end_at_different_lengths_under_zero3(ranks: RankPool) -> None:
+    results = ranks.run("tests.examples.test_rollout:generate_on_rank")
+    lengths = [result["lengths"] for result in results]
+    assert lengths[0] != lengths[1]
+    assert results[0]["gradient_norm"] == pytest.approx(results[1]["gradient_norm"])  # still in step
+
+
+def generate_on_rank() -> dict[str, Any]:
+    import deepspeed
+    from deepspeed import comm as dist
+
+    policy = tiny.actor()
+    policy.model.generation_config.eos_token_id = list(range(1, 150))  # about every third token ends a response
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=policy, model_parameters=trainable, config=config)
+    torch.manual_seed(dist.get_rank())
+    sequences = [generate(policy, *tiny.prompts((4,)), Sampling(1, 30)) for _ in range(4)]
+    engine.backward(engine(*tiny.sequences()).sum())
+    engine.step()
+    return {
+        "lengths": [made.response_mask.sum().item() for made in sequences],
+        "gradient_norm": float(engine.get_global_grad_norm()),
+    }
 
 
 def test_decode_stops_at_the_end() -> None:
@@ -109,6 +140,7 @@ def test_a_group_of_equal_rewards_teaches_nothing() -> None:
     loss.backward()
     gradients = [p.grad for p in policy.parameters() if p.requires_grad]
     assert all(g is not None and not g.any() for g in gradients)
+    assert not rollout.teaches and made_rollout([1.0, 0.0]).teaches
 
 
 def test_sample_scores_each_response_with_its_own_task() -> None:
