@@ -52,6 +52,14 @@ class UnitInputs:
         first = self.leaves[0] if self.leaves else None
         return first if isinstance(first, Module) else None
 
+    @property
+    def tokens(self) -> int:
+        """Positions that the unit works on: rows x length of its first floating-point input, 0 where it has none."""
+        for leaf in self.leaves:
+            if isinstance(leaf, _Held) and leaf.kept.tensor.is_floating_point() and leaf.kept.tensor.dim() >= 2:
+                return leaf.kept.tensor.shape[:-1].numel()
+        return 0
+
     def held(self) -> list[Tensor]:
         """The tensors that are kept for a replay, as detached aliases."""
         return [leaf.kept.tensor for leaf in self.leaves if isinstance(leaf, _Held)]

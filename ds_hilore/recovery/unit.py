@@ -17,10 +17,9 @@ Not supported: double backward through a unit (a replay is not differentiable a 
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +55,7 @@ class RecoveryContext:
     generation: int = 0
     settled: bool = True  # False between a forward and the moment its final plan is applied
     settle: Callable[[], None] = lambda: None
-    on_replay: Callable[[UnitId, float], None] | None = None  # unit, wall seconds on the issuing thread
+    timing: Callable[[UnitId], AbstractContextManager[None]] = lambda unit: nullcontext()  # around each replay
     rng_tracker: RngTracker | None = None
     routers: weakref.WeakKeyDictionary[torch.nn.Module, bool] = field(default_factory=weakref.WeakKeyDictionary)
 
@@ -87,6 +86,7 @@ class UnitCall:
         self.inputs = inputs
         self.generation = context.generation
         device = inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
+        self.tokens = inputs.tokens
         self.surroundings = Surroundings(device, context.rng_tracker)
         self.routing = RoutingTape() if context.has_router(inputs.module) else None
         self.metas: list[SlotMeta | None] = []
@@ -175,12 +175,8 @@ class UnitCall:
             self.context.proofs,
             self.routing,
         )
-        started = time.perf_counter()
-        with _unit_scope():
-            slots = self.context.dead_work.replay(source)
-        if self.context.on_replay is not None:
-            self.context.on_replay(self.unit, time.perf_counter() - started)
-        return slots
+        with _unit_scope(), self.context.timing(self.unit):
+            return self.context.dead_work.replay(source)
 
 
 @contextmanager

@@ -1,0 +1,293 @@
+"""DeepSpeed engines with a "hilore" block: made, followed, and given back as they were.
+
+`initialize` is `deepspeed.initialize`; `install` makes the plain one honour the block. An engine's `forward`,
+`backward`, `step` and `load_checkpoint` are wrapped on the instance; nothing of DeepSpeed's classes is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_hilore.core import deps
+from ds_hilore.core.config import HiLoReConfig, RankBudgets
+from ds_hilore.core.errors import UsageError
+from ds_hilore.core.fabric import ControlPlane
+from ds_hilore.core.host_rules import check_against_ds_json
+from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch, ModelParallelRng
+from ds_hilore.integration.control_plane import control_plane
+from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
+from ds_hilore.integration.peft import let_embedding_outputs_require_grad
+from ds_hilore.integration.refusals import refuse_engine
+from ds_hilore.integration.reset import reset_update
+from ds_hilore.integration.transformers import CheckpointingGuard, pretrained_models
+from ds_hilore.integration.units import Units, apply_wrapping, find_units, undo_wrapping
+from ds_hilore.integration.zero3 import leaf_units
+from ds_hilore.memory.meter import peak_meter
+from ds_hilore.planning.program import SolverLimits
+from ds_hilore.profiling.clock import clock_for
+from ds_hilore.runtime.budget import RankPlanner
+from ds_hilore.runtime.controller import Controller, ControllerParts
+from ds_hilore.runtime.current import claim, forward_of
+from ds_hilore.runtime.update import GradientScale
+
+_log = logging.getLogger(__name__)
+_INSTALLED = "_hilore_original_initialize"
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize` for a config that may have a "hilore" block; without one, exactly that.
+
+    Args, Returns: those of `deepspeed.initialize`; the engine's controller is `engine.hilore`.
+
+    Raises:
+        ConfigError, UnsupportedError, DependencyMissing: the block, the model or the rest of the JSON cannot be had.
+        RankMismatch: ranks were given different configs, models or versions.
+    """
+    import deepspeed
+
+    original = getattr(deepspeed.initialize, _INSTALLED, deepspeed.initialize)
+    model: nn.Module | None = kwargs.get("model", args[1] if len(args) > 1 else None)
+    ds = read_ds_config(args, kwargs)
+    config = HiLoReConfig.from_ds_json(ds) if ds is not None else None
+    if config is None or model is None:
+        result: tuple[Any, Any, Any, Any] = original(*args, **kwargs)
+        return result
+    assert ds is not None
+    deps.check_versions()
+    notes = check_against_ds_json(config, ds)
+    units = find_units(model, config.units)
+    with ExitStack() as stack:
+        if _stage(ds) == 3:
+            stack.enter_context(leaf_units(model, units.modules))
+            let_embedding_outputs_require_grad(model)
+        result = original(*args, **kwargs)
+    attach(result[0], config, ds, units=units, notes=notes)
+    return result
+
+
+def install() -> None:
+    """Makes plain `deepspeed.initialize` honour the block: for Trainer, accelerate and TRL, which call it themselves."""
+    import deepspeed
+
+    original = deepspeed.initialize
+    if hasattr(original, _INSTALLED):
+        return
+
+    @functools.wraps(original)
+    def honouring_the_block(*args: Any, **kwargs: Any) -> Any:
+        return initialize(*args, **kwargs)
+
+    setattr(honouring_the_block, _INSTALLED, original)
+    deepspeed.initialize = honouring_the_block
+
+
+def uninstall() -> None:
+    """Puts DeepSpeed's own `initialize` back; engines that exist stay as they are."""
+    import deepspeed
+
+    deepspeed.initialize = getattr(deepspeed.initialize, _INSTALLED, deepspeed.initialize)
+
+
+def attach(
+    engine: Any,
+    config: HiLoReConfig,
+    ds: Mapping[str, Any],
+    *,
+    units: Units | None = None,
+    notes: list[str] | None = None,
+) -> Controller:
+    """Gives an initialised engine its controller, as `engine.hilore`. `initialize` calls this; under ZeRO-3 only it can.
+
+    Raises:
+        UsageError: the engine has a controller.
+        UnsupportedError: the engine uses something that is refused (design fact 6).
+        RankMismatch: ranks disagree.
+    """
+    if getattr(engine, "hilore", None) is not None:
+        raise UsageError("this engine has a hilore controller already; detach it first")
+    refuse_engine(engine)
+    units = units or find_units(engine.module, config.units)
+    plane = control_plane()
+    plane.agree("start", fingerprint(engine.module, config, ds, units.names.values()))
+    controller = _controller(engine, config, units, plane)
+    host = AttachedHost(engine, controller, plane, units)
+    host.apply()
+    _say_start(engine, config, units, notes or [], plane.rank)
+    claim(controller)
+    return controller
+
+
+def detach(engine: Any) -> None:
+    """Takes the controller off: the engine is plain DeepSpeed again (units stay ZeRO-3 leaf modules: hooks rely on it)."""
+    host: AttachedHost | None = getattr(engine, "_hilore_host", None)
+    if host is not None:
+        host.undo()
+
+
+@dataclass
+class AttachedHost:
+    """What was changed on one engine and its model, and how to change it back."""
+
+    engine: Any
+    controller: Controller
+    plane: ControlPlane
+    units: Units
+
+    def apply(self) -> None:
+        """Changes the model, DeepSpeed's checkpoint function and the engine; all or nothing."""
+        self._stack = ExitStack()
+        try:
+            self._change()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _change(self) -> None:
+        for model in pretrained_models(self.engine.module) if not self.units.wrapped else []:
+            guard = CheckpointingGuard(model)
+            self._stack.callback(guard.undo)
+            guard.apply()
+        self._stack.callback(undo_wrapping, self.units.wrapped)
+        apply_wrapping(self.units.wrapped)
+        DeepSpeedCheckpointPatch.apply()
+        self._stack.callback(DeepSpeedCheckpointPatch.undo)
+        for name in ("forward", "backward", "step", "load_checkpoint"):
+            original = getattr(self.engine, name)
+            self.engine.__dict__[name] = functools.partial(getattr(self, f"_{name}"), original)
+            self._stack.callback(self.engine.__dict__.pop, name, None)
+        self.engine.__dict__["hilore"] = self.controller
+        self.engine.__dict__["_hilore_host"] = self
+
+    def undo(self) -> None:
+        """Gives back hooks, functions and methods; closes planner and control plane."""
+        self._stack.close()
+        self.engine.__dict__.pop("hilore", None)
+        self.engine.__dict__.pop("_hilore_host", None)
+        self.controller.close()
+        self.plane.close()
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        self._meet_ranks()
+        self.controller.context.rng_tracker = ModelParallelRng.if_used()
+        with forward_of(self.controller):
+            try:
+                return original(*args, **kwargs)
+            except BaseException:
+                self._give_up_update()
+                raise
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args:  # `loss`; the rest goes by name in DeepSpeed's own callers
+            kwargs = {**dict(zip(("loss", "retain_graph", "scale_wrt_gas"), args)), **kwargs}
+        self.controller.begin_backward()
+        try:
+            result = original(**kwargs)
+        except BaseException:
+            self._give_up_update()
+            raise
+        if not kwargs.get("retain_graph", False):
+            self.controller.end_backward()
+        return result
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        boundary = self.engine.is_gradient_accumulation_boundary()
+        result = original(*args, **kwargs)
+        if boundary:
+            self.controller.end_update()
+            self._write_metrics()
+        return result
+
+    def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self.controller.parameters_changed()
+        return result
+
+    def _meet_ranks(self) -> None:
+        """Before the first collective of a microbatch that a rank could wait for in vain (design fact 16)."""
+        if self.plane.world_size == 1 or not self.controller.starts_microbatch:
+            return
+        first = self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0
+        if first or self.engine.zero_optimization_stage() >= 2:
+            self.plane.agree("microbatch", self.controller.progress() | {"micro_steps": self.engine.micro_steps})
+
+    def _give_up_update(self) -> None:
+        """After an exception the update starts again; DeepSpeed's half-done state would make it silently wrong (fact 4)."""
+        self.controller.abort()
+        reset_update(self.engine)
+
+    def _write_metrics(self) -> None:
+        monitor = getattr(self.engine, "monitor", None)
+        if monitor is not None and monitor.enabled and self.plane.rank == 0:
+            samples = self.engine.global_samples
+            monitor.write_events([(f"Train/hilore/{k}", v, samples) for k, v in self.controller.metrics().items()])
+
+
+def _controller(engine: Any, config: HiLoReConfig, units: Units, plane: ControlPlane) -> Controller:
+    device = torch.device(engine.device)
+    budget = config.memory_budget
+    if isinstance(budget, RankBudgets):
+        budget = budget.for_rank(plane.rank, plane.world_size)
+    planner = RankPlanner(
+        budget, config.planner.solver, SolverLimits(config.planner.time_limit_s, config.planner.relative_gap)
+    )
+    known = set(units.modules)
+    stage3 = engine.zero_optimization_stage() == 3
+    parts = ControllerParts(
+        rank=plane.rank,
+        unit_names=units.names,
+        planner=planner,
+        meter=peak_meter(device),
+        clock=clock_for(device),
+        scale=functools.partial(_gradient_scale, engine),
+        # Under ZeRO-3 a function that is no leaf module gathers in its replay: all ranks must replay it (fact 16).
+        replay_only=(lambda module: module not in known) if stage3 else (lambda module: False),
+    )
+    return Controller(parts)
+
+
+def _gradient_scale(engine: Any) -> GradientScale:
+    """What the gradient at the log-probabilities carries on top of omega (design section 5 "Scale").
+
+    `engine.backward` divides by the accumulation steps before anything else, or the caller (scale_wrt_gas=False) never
+    multiplied by them. In `loss.backward()` DeepSpeed divides at the engine's outputs, after the log-probabilities.
+    """
+    direct = not engine._running_engine_backward
+    optimizer = engine.optimizer
+    needs_scaler = getattr(optimizer, "needs_scaler", None)
+    loss_scale = float(optimizer.loss_scale) if needs_scaler is not None and needs_scaler() else 1.0
+    return GradientScale(
+        data_parallel=engine.dp_world_size,
+        loss_scale=loss_scale,
+        accumulation=engine.gradient_accumulation_steps() if direct else 1,
+    )
+
+
+def _stage(ds: Mapping[str, Any]) -> int:
+    block = ds.get("zero_optimization", {})
+    stage = block.get("stage", 0) if isinstance(block, Mapping) else 0
+    return int(stage) if not isinstance(stage, str) else 0
+
+
+def _say_start(engine: Any, config: HiLoReConfig, units: Units, notes: list[str], rank: int) -> None:
+    if rank != 0:
+        return
+    budget = config.memory_budget.as_json()
+    _log.info(
+        "hilore: active. Units: %s; ZeRO-%d; budget %s; exact actions (store, recompute). The first two updates replay "
+        "every unit and measure, plans follow.",
+        units.summary(),
+        engine.zero_optimization_stage(),
+        budget,
+    )
+    for note in notes:
+        _log.warning("hilore: %s", note)

@@ -1,0 +1,125 @@
+"""From a measured all-R update to plans: what the rest of the device holds, and a plan for any number of tokens."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+from ds_hilore.core.budget import MemoryBudget
+from ds_hilore.core.types import Action, Plan, Solver, UnitId, UnitProfile
+from ds_hilore.planning.background import BackgroundPlanner
+from ds_hilore.planning.greedy import greedy
+from ds_hilore.planning.problem import Infeasible, Problem, evaluate
+from ds_hilore.planning.program import SolverLimits, solve
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PhasePeaks:
+    """Peak bytes of the device in one all-R microbatch, floor included, and its tokens."""
+
+    tokens: int
+    forward: int
+    loss: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What an all-R update needs on this rank. `peak_bytes` is "1.0x": all microbatches and the optimizer step."""
+
+    peak_bytes: int
+    phases: tuple[PhasePeaks, ...]
+    device_bytes: int
+
+
+class RankPlanner:
+    """Plans of one rank under its own budget. Greedy answers at once, the exact programme in the background."""
+
+    def __init__(self, budget: MemoryBudget, solver: Solver, limits: SolverLimits) -> None:
+        self.budget = budget
+        self.budget_bytes = 0
+        self.infeasible: Infeasible | None = None
+        self._background = None if solver is Solver.GREEDY else BackgroundPlanner(partial(solve, limits=limits))
+        self._plans: dict[int, Plan] = {}
+        self._problems: dict[int, Problem] = {}
+        self._base: tuple[int, int, int] = (0, 0, 0)
+
+    def calibrate(self, baseline: Baseline, profiles: dict[int, tuple[UnitProfile, ...]]) -> None:
+        """Splits the measured peaks into the units' part, which plans change, and the rest, which stays.
+
+        Args:
+            baseline: peaks of an all-R update.
+            profiles: of every number of tokens in `baseline.phases`.
+        """
+        self.budget_bytes = self.budget.bytes_on(baseline.device_bytes, baseline.peak_bytes)
+        self._plans.clear()
+        self._problems.clear()
+        forward = loss = backward = 0
+        for phase in baseline.phases:
+            empty = evaluate(_problem(profiles[phase.tokens], 0, (0, 0, 0)), {})
+            units = {peak.row.value: peak.bytes for peak in empty.peaks}
+            forward = max(forward, phase.forward - units["forward"])
+            loss = max(loss, phase.loss - units["loss"])
+            backward = max(backward, phase.backward - units["backward"])
+        self._base = (max(0, forward), max(0, loss), max(0, backward))
+
+    def plan_for(self, tokens: int, profiles: tuple[UnitProfile, ...]) -> Plan:
+        """The best plan known for a microbatch of `tokens` tokens; profiles are those of `shape_class(tokens)`.
+
+        Never waits: the first answer is greedy's, a solved one takes its place when it is ready. Where not even all-R
+        fits, all-R is the plan (nothing needs less) and `infeasible` says what is missing.
+        """
+        if self._background is not None:
+            solved = self._background.best(tokens)
+            if solved is not None:
+                return solved
+        plan = self._plans.get(tokens)
+        if plan is None:
+            plan = self._plans[tokens] = self._first_plan(tokens, profiles)
+        return plan
+
+    def _first_plan(self, tokens: int, profiles: tuple[UnitProfile, ...]) -> Plan:
+        problem = self._problems[tokens] = _problem(profiles, self.budget_bytes, self._base)
+        result = greedy(problem)
+        if isinstance(result, Infeasible):
+            if self.infeasible is None:
+                _log.warning("hilore: %s; every unit is replayed", result)
+            self.infeasible = result
+            units = [profile.unit for profile in profiles]
+            return all_units(units, Action.RECOMPUTE)
+        if self._background is not None:
+            self._background.submit(tokens, problem)
+        return result
+
+    def problem_for(self, tokens: int) -> Problem | None:
+        """The problem behind the plans of a shape class, for reports and tests."""
+        return self._problems.get(tokens)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for the background programme. For tests and benchmarks, never in an update."""
+        return self._background is None or self._background.wait(timeout_s)
+
+    def close(self) -> None:
+        if self._background is not None:
+            self._background.close(timeout_s=0.1)
+
+
+def shape_class(tokens: int) -> int:
+    """Rounds tokens up to 1/8 of their power of two: a plan for the class fits every shape in it."""
+    step = max(1, (1 << max(0, tokens - 1).bit_length()) >> 4)
+    return -(-tokens // step) * step
+
+
+def all_units(units: list[UnitId], action: Action) -> Plan:
+    """The same action for every unit."""
+    return Plan(choice={unit: action.letter for unit in units}, actions={unit: action for unit in units})
+
+
+def _problem(profiles: tuple[UnitProfile, ...], budget_bytes: int, base: tuple[int, int, int]) -> Problem:
+    forward, loss, backward = base
+    return Problem(
+        profiles, budget_bytes, base_forward_bytes=forward, base_loss_bytes=loss, base_backward_bytes=backward
+    )

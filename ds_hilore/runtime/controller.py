@@ -1,0 +1,404 @@
+"""One controller per engine: what happens to the units of each microbatch, from its forward to its backward.
+
+    IDLE      --first unit of a forward with grad-->  FORWARD     plan chosen for the microbatch's tokens
+    FORWARD   --loss hook, or first unpack-------->  BACKWARD    final plan applied (`settle`)
+    BACKWARD  --end of backward, next forward----->  IDLE        observations taken
+
+Two forwards with grad before one backward belong to one microbatch. Forwards without grad never get here.
+
+Updates of a run: MEASURE_R replays every unit, twice (the second time with optimizer state: its peak is "1.0x");
+MEASURE_H stores one unit of each class, for one microbatch; PLANNED follows the plans.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hilore.core.errors import UsageError
+from ds_hilore.core.types import Action, Plan, UnitId
+from ds_hilore.memory.meter import PeakMeter
+from ds_hilore.profiling.clock import Clock
+from ds_hilore.profiling.measure import Measurements, UnitFootprint
+from ds_hilore.recovery.deadwork import DeadWork
+from ds_hilore.recovery.inputs import UnitInputs
+from ds_hilore.recovery.replay import Site
+from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
+from ds_hilore.runtime.baseline import BaselineMeter
+from ds_hilore.runtime.budget import RankPlanner, all_units, shape_class
+from ds_hilore.runtime.update import Coefficients, GradientScale, MicrobatchFacts, Source
+
+_log = logging.getLogger(__name__)
+
+Checkpoint = Callable[..., Any]
+
+
+class Phase(Enum):
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Stage(Enum):
+    """How far the run is in learning what its units cost."""
+
+    MEASURE_R = "measure_r"
+    MEASURE_H = "measure_h"
+    PLANNED = "planned"
+
+
+class Bypass(Enum):
+    """Ways to run units without us, for comparisons."""
+
+    NONE = "none"
+    PLAIN = "plain"  # no checkpointing at all
+    HOST = "host"  # the host's own checkpoint function
+
+
+@dataclass
+class Microbatch:
+    """The units of one microbatch so far."""
+
+    calls: list[weakref.ref[UnitCall]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    plan: Plan = field(default_factory=Plan)
+    facts: MicrobatchFacts | None = None
+    coefficients: list[Coefficients] = field(default_factory=list)
+
+    def alive(self) -> list[UnitCall]:
+        return [call for reference in self.calls if (call := reference()) is not None]
+
+
+@dataclass(frozen=True)
+class ControllerParts:
+    """What a controller is built from. `unit_names`: path and class label of every unit module."""
+
+    rank: int
+    unit_names: Mapping[nn.Module, tuple[str, str]]
+    planner: RankPlanner
+    meter: PeakMeter
+    clock: Clock
+    scale: Callable[[], GradientScale]
+    replay_only: Callable[[nn.Module | None], bool] = lambda module: False
+
+
+class Controller:
+    """State of one engine's recovery. Made and attached by integration/deepspeed_engine.py; lives as `engine.hilore`.
+
+    Attributes:
+        plan: that of the newest microbatch.
+        stage: how far measuring is.
+        coefficients: omega of the newest microbatch, one entry per loss; empty where no loss told.
+    """
+
+    def __init__(self, parts: ControllerParts) -> None:
+        self.parts = parts
+        self.phase = Phase.IDLE
+        self.stage = Stage.MEASURE_R
+        self.update = 0
+        self.measurements = Measurements()
+        self.microbatch = Microbatch()
+        self.dead: dict[str, frozenset[Site]] = {}
+        self.context = RecoveryContext(rank=parts.rank, dead_work=DeadWork(report=self._note_dead))
+        self.context.settle = self.settle
+        self._baseline = BaselineMeter(parts.meter)
+        self._forced: Plan | Action | None = None
+        self._bypass = Bypass.NONE
+        self._host_checkpoint: Checkpoint | None = None
+        self._announced: list[MicrobatchFacts] = []
+        self._next_facts: MicrobatchFacts | None = None
+
+    # -- public ----------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        return self.microbatch.plan
+
+    @property
+    def coefficients(self) -> list[Coefficients]:
+        return self.microbatch.coefficients
+
+    @property
+    def budget_bytes(self) -> int:
+        """This rank's budget; 0 until the all-R peak is known."""
+        return self.parts.planner.budget_bytes
+
+    def force(self, plan: Plan | Action | None) -> None:
+        """Fixes the plan of all further microbatches (an `Action`: the same for every unit); None ends it."""
+        if plan is Action.COMPRESS:
+            raise UsageError("compression is not available yet; force store or recompute")
+        self._forced = plan
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, units run as in the plain model: no checkpointing at all."""
+        with self._bypassing(Bypass.PLAIN, None):
+            yield
+
+    @contextmanager
+    def host_checkpointing(self, function: Checkpoint) -> Iterator[None]:
+        """Inside, units run through `function(unit, *args)`, for example torch's checkpoint."""
+        with self._bypassing(Bypass.HOST, function):
+            yield
+
+    @contextmanager
+    def _bypassing(self, bypass: Bypass, function: Checkpoint | None) -> Iterator[None]:
+        before = self._bypass, self._host_checkpoint
+        self._bypass, self._host_checkpoint = bypass, function
+        try:
+            yield
+        finally:
+            self._bypass, self._host_checkpoint = before
+
+    def announce_update(self, microbatches: list[MicrobatchFacts]) -> None:
+        """All microbatches of this rank's next update (begin_update)."""
+        self._announced = list(microbatches)
+
+    def announce_microbatch(self, facts: MicrobatchFacts) -> None:
+        """The next microbatch (begin_microbatch); takes precedence over what `announce_update` said of it."""
+        self._next_facts = facts
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def run_unit(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call of a unit within the engine's forward, as the plan says."""
+        if inside_unit() or not torch.is_grad_enabled() or self._bypass is Bypass.PLAIN:
+            return function(*args, **kwargs)
+        if self._bypass is Bypass.HOST:
+            assert self._host_checkpoint is not None
+            return self._host_checkpoint(function, *args, **kwargs)
+        inputs = UnitInputs.capture(function, args, kwargs)
+        if self.starts_microbatch:
+            self._begin_microbatch(inputs.tokens)
+        module = inputs.module
+        name, unit_class = self._name(module, function)
+        batch = self.microbatch
+        unit = UnitId(name, batch.counts[name])
+        batch.counts[name] += 1
+        action = Action.RECOMPUTE if self.parts.replay_only(module) else batch.plan.action_of(unit)
+        call = UnitCall(self.context, unit, unit_class, action, inputs)
+        batch.calls.append(weakref.ref(call))
+        return call.run(function, args, kwargs)
+
+    def _is_continued(self) -> bool:
+        """Whether the microbatch in hand still waits for its backward. A graph that was dropped never gets one."""
+        return any(reference() is not None for reference in self.microbatch.calls)
+
+    def _name(self, module: nn.Module | None, function: Callable[..., Any]) -> tuple[str, str]:
+        known = self.parts.unit_names.get(module) if module is not None else None
+        if known is not None:
+            return known
+        while hasattr(function, "func"):  # functools.partial
+            function = function.func
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return name, name
+
+    def _begin_microbatch(self, tokens: int) -> None:
+        self._finish_microbatch()
+        self.phase = Phase.FORWARD
+        self.context.settled = False
+        facts, self._next_facts = self._next_facts, None
+        if facts is None and self._announced:
+            facts = self._announced.pop(0)
+        elif self._announced:
+            self._announced.pop(0)
+        self.microbatch = Microbatch(tokens=tokens, facts=facts)
+        self.microbatch.plan = self._choose(tokens)
+        if self.stage is Stage.MEASURE_R:
+            self.context.timing = self._timed_replay
+            if self.update == 1:
+                self._baseline.begin(tokens)
+
+    def _choose(self, tokens: int) -> Plan:
+        """The representation of every unit, chosen before it runs (design section 4, first problem)."""
+        if isinstance(self._forced, Plan):
+            return self._forced
+        if self._forced is not None:
+            return _Uniform(self._forced)
+        if self.stage is Stage.PLANNED:
+            size = shape_class(tokens)
+            return self.parts.planner.plan_for(size, self.measurements.profiles(size))
+        if self.stage is Stage.MEASURE_H:
+            return self._sampling_plan()
+        return Plan()
+
+    def _sampling_plan(self) -> Plan:
+        """Stores the last unit of each class that was never stored: the least memory that tells its bytes."""
+        last = {unit_class: unit for unit, unit_class in self.measurements.roster}
+        units = [unit for unit_class, unit in last.items() if unit_class in self.measurements.unmeasured_classes()]
+        return all_units(units, Action.STORE)
+
+    # -- loss ------------------------------------------------------------------------------------------------------
+
+    def note_coefficients(self, omega: Tensor, mask: Tensor | None) -> None:
+        """omega from a loss of our family, in closed form (grpo_loss)."""
+        self.microbatch.coefficients.append(Coefficients(omega, Source.FORMULA, mask))
+
+    def observe(self, logps: Tensor, mask: Tensor | None) -> None:
+        """Reads omega as the gradient at `logps`, when the real backward gets there: before any unit is unpacked.
+
+        Raises:
+            UsageError: no gradient reaches these log-probabilities.
+        """
+        if not logps.requires_grad:
+            raise UsageError(
+                "observe_logps: these log-probabilities carry no gradient; pass the ones that the loss is made from, "
+                "in a forward with grad"
+            )
+        batch = self.microbatch
+
+        def receive(gradient: Tensor) -> None:
+            omega = gradient.detach() / self.parts.scale().factor
+            batch.coefficients.append(Coefficients(omega, Source.GRADIENT, mask))
+            if batch is self.microbatch:
+                self.settle()
+
+        logps.register_hook(receive)
+
+    def settle(self) -> None:
+        """Applies the final plan, once per microbatch: at the loss hook, else at the first unpack.
+
+        With exact actions only, the plan chosen before forward stands (design section 4: the second problem reacts).
+        """
+        if self.context.settled:
+            return
+        self.context.settled = True
+        if self.phase is not Phase.FORWARD:
+            return
+        self.phase = Phase.BACKWARD
+        batch = self.microbatch
+        if self.stage is not Stage.PLANNED and self._bypass is Bypass.NONE:
+            self.measurements.note_forward(footprints(batch.alive()))
+        self._baseline.backward_begins()
+
+    def begin_backward(self) -> None:
+        """engine.backward was called: coefficients that are known in closed form settle the plan now."""
+        if self.microbatch.coefficients:
+            self.settle()
+
+    # -- after backward --------------------------------------------------------------------------------------------
+
+    def end_backward(self) -> None:
+        """The backward of the microbatch is over (engine.backward returned)."""
+        self._finish_microbatch()
+
+    def _finish_microbatch(self) -> None:
+        if self.phase is Phase.BACKWARD:
+            self._baseline.end()
+            if self.stage is Stage.MEASURE_H and self._forced is None and not self.measurements.unmeasured_classes():
+                self._calibrate()
+        self.phase = Phase.IDLE
+        self.context.settled = True
+        self.context.timing = lambda unit: nullcontext()
+
+    def end_update(self) -> None:
+        """The optimizer has stepped: parameters changed, so what was computed before is out of date."""
+        self._finish_microbatch()
+        self.parameters_changed()
+        self._announced.clear()
+        self.parts.clock.collect()
+        if self.stage is Stage.MEASURE_R and self._forced is None and self.measurements.roster:
+            self._baseline.step_done()
+            if self._baseline.complete:
+                self.stage = Stage.MEASURE_H
+        self.update += 1
+
+    def _calibrate(self) -> None:
+        baseline = self._baseline.result()
+        profiles = {phase.tokens: self.measurements.profiles(phase.tokens) for phase in baseline.phases}
+        self.parts.planner.calibrate(baseline, profiles)
+        self.stage = Stage.PLANNED
+
+    def parameters_changed(self) -> None:
+        """Raises the generation: state saved before can no longer be used (optimizer step, loaded weights)."""
+        self.context.generation += 1
+
+    def abort(self) -> None:
+        """An exception left the microbatch unfinished: forget it. Graph and state go with the caller's tensors."""
+        self.phase = Phase.IDLE
+        self.context.settled = True
+        self.context.timing = lambda unit: nullcontext()
+        self._baseline.abort()
+        self.microbatch = Microbatch()
+
+    @property
+    def starts_microbatch(self) -> bool:
+        """Whether the next forward with grad begins a microbatch."""
+        return self.phase is not Phase.FORWARD or not self._is_continued()
+
+    def progress(self) -> dict[str, Any]:
+        """What all ranks must agree on before a microbatch."""
+        return {
+            "update": self.update,
+            "announced microbatches": len(self._announced),
+            "stage": self.stage.value,
+            "forced": self._forced is not None,
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the newest microbatch for monitors; bytes and seconds as the plan predicts them."""
+        plan = self.plan
+        return {
+            "stored_units": plan.count(Action.STORE),
+            "replayed_units": len(plan.actions) - plan.count(Action.STORE),
+            "saved_seconds": plan.saved_seconds,
+            "predicted_peak_bytes": plan.peak_bytes,
+            "budget_bytes": self.budget_bytes,
+        }
+
+    def close(self) -> None:
+        self.parts.planner.close()
+
+    # -- observations ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _timed_replay(self, unit: UnitId) -> Iterator[None]:
+        started = self.parts.clock.start()
+        yield
+        self.parts.clock.stop(started, lambda seconds: self.measurements.note_replay(unit, seconds))
+
+    def _note_dead(self, unit_class: str, dead: frozenset[Site]) -> None:
+        self.dead[unit_class] = dead
+        if self.parts.rank == 0:
+            names = ", ".join(sorted(site.module for site in dead)) or "nothing to skip"
+            _log.info("hilore: replay of %s skips: %s", unit_class, names)
+
+
+class _Uniform(Plan):
+    """Every unit gets the same action, known or not."""
+
+    def __init__(self, action: Action) -> None:
+        super().__init__()
+        object.__setattr__(self, "action", action)
+
+    def action_of(self, unit: UnitId) -> Action:
+        return self.action  # type: ignore[attr-defined,no-any-return]
+
+
+def footprints(calls: list[UnitCall]) -> list[UnitFootprint]:
+    """Bytes that each call adds to those before it. Reads addresses only; nothing is copied or waited for."""
+    seen: set[int] = set()
+    found: list[UnitFootprint] = []
+    for call in calls:
+        inputs = _new_bytes(call.input_storages(), seen)
+        stored = None
+        if call.action is Action.STORE:
+            stored = inputs + _new_bytes(call.held_storages(), seen)
+        found.append(UnitFootprint(call.unit, call.unit_class, call.tokens, inputs, stored))
+    return found
+
+
+def _new_bytes(storages: dict[int, int], seen: set[int]) -> int:
+    fresh = sum(size for address, size in storages.items() if address not in seen)
+    seen.update(storages)
+    return fresh

@@ -1,0 +1,95 @@
+"""What the host tells about an update and its microbatches, and what the loss tells about its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from ds_hilore.core.errors import UsageError
+from ds_hilore.objective.exposure import TokenFacts
+
+
+@dataclass(frozen=True)
+class MicrobatchFacts:
+    """Known before a microbatch's forward. advantages [B], [B, 1] or [B, T]; mask [B, T]; weights as advantages."""
+
+    advantages: Tensor
+    mask: Tensor
+    num_tokens: Tensor | float
+    weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask.dim() != 2:
+            raise UsageError(f"mask must be [rows, tokens], got shape {tuple(self.mask.shape)}")
+        for name in ("advantages", "weights"):
+            given: Tensor | None = getattr(self, name)
+            if given is not None and given.shape[:1] != self.mask.shape[:1]:
+                raise UsageError(
+                    f"{name} has shape {tuple(given.shape)}, the mask {tuple(self.mask.shape)}: one entry per row, or "
+                    "one per token"
+                )
+
+
+def announced_microbatches(
+    advantages: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    num_tokens: Tensor | float,
+    weights: Sequence[Tensor] | None,
+) -> list[MicrobatchFacts]:
+    """One `MicrobatchFacts` per microbatch of this rank's update.
+
+    Raises:
+        UsageError: lists of different lengths, or shapes that do not fit.
+    """
+    if len(advantages) != len(masks) or (weights is not None and len(weights) != len(masks)):
+        raise UsageError(
+            f"begin_update: {len(advantages)} advantages, {len(masks)} masks and "
+            f"{'no' if weights is None else len(weights)} weights; give one entry per microbatch"
+        )
+    per_batch = [None] * len(masks) if weights is None else list(weights)
+    return [MicrobatchFacts(a, m, num_tokens, w) for a, m, w in zip(advantages, masks, per_batch, strict=True)]
+
+
+class Source(Enum):
+    """Where coefficients came from."""
+
+    FORMULA = "formula"  # grpo_loss: closed form, before backward
+    GRADIENT = "gradient"  # observe_logps: the gradient at the log-probabilities, at the start of backward
+
+
+@dataclass
+class Coefficients:
+    """omega of one microbatch, free of accumulation, world size and loss scale (design section 5 "Scale")."""
+
+    omega: Tensor
+    source: Source
+    mask: Tensor | None = None
+    facts: TokenFacts = field(init=False)
+
+    def __post_init__(self) -> None:
+        with torch.no_grad():
+            self.facts = TokenFacts.of(self.omega, self.mask)
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """What separates the gradient that a hook sees from omega.
+
+    Attributes:
+        data_parallel: ranks whose gradients are averaged; the caller multiplied the loss by them.
+        loss_scale: of fp16 training.
+        accumulation: steps still to be divided away: those by which the caller multiplied and that the entry point
+            has not divided by yet where the hook sits.
+    """
+
+    data_parallel: int = 1
+    loss_scale: float = 1.0
+    accumulation: int = 1
+
+    @property
+    def factor(self) -> float:
+        return self.data_parallel * self.loss_scale * self.accumulation
