@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,7 +20,8 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
 
-from tests.ranks import RankPool
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
 
 
 @pytest.fixture(autouse=True)
@@ -33,5 +35,7 @@ def _deterministic() -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
     """Two ranks, started at first use and kept for the test module."""
+    from tests.ranks import RankPool
+
     with RankPool(world=2) as pool:
         yield pool

@@ -6,7 +6,6 @@ recovery units by default.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -94,12 +93,13 @@ def lora(model: nn.Module, targets: str | list[str] = "all", seed: int = 1, **kw
     from peft import LoraConfig, get_peft_model
 
     names = "all-linear" if targets == "all" else targets
-    wrapped = get_peft_model(model, LoraConfig(target_modules=names, task_type="CAUSAL_LM", **{"r": 4, **kw}))  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        settings = LoraConfig(target_modules=names, task_type="CAUSAL_LM", **{"r": 4, **kw})
+        wrapped = get_peft_model(model, settings)
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name or "lora_embedding_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+                parameter.normal_(std=0.02)
     return wrapped.train()
 
 
@@ -140,8 +140,7 @@ def _dense(layers: int, hidden: int) -> dict[str, Any]:
 
 
 def _build(model_class: Callable[[Any], Any], config: Any, seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]), contextlib.suppress(ImportError):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: nn.Module = model_class(config)
-        return model.train()
-    raise AssertionError("transformers has no such family")
+    return model.train()

@@ -2,7 +2,7 @@
 
     def body(stage: int) -> float: ...             # a plain function of a test module, runs on every rank
 
-    def test_body(ranks: RankPool) -> None:        # `ranks`: two processes, kept for the whole test module (conftest.py)
+    def test_body(ranks: RankPool) -> None:        # two processes, kept for the test module (conftest.py)
         first, second = ranks.run("tests.integration.test_x:body", stage=3)
 
 Starting a rank costs several seconds of imports, so a pool keeps its processes and runs one case after another in them
@@ -84,7 +84,7 @@ class RankPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._case = 0
 
-    def __enter__(self) -> RankPool:  # noqa: PYI034  (Self is not in Python 3.10)
+    def __enter__(self) -> RankPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -267,7 +267,7 @@ def _call(target: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
         module, function = target.split(":")
         return {"result": getattr(importlib.import_module(module), function)(**kwargs)}
-    except BaseException:  # noqa: BLE001  (whatever it was, the parent shows it)
+    except BaseException:  # whatever it was, the parent shows it
         return {"traceback": traceback.format_exc()}
 
 
