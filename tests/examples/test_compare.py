@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from arithmetic.compare import (
     Method,
     RankFigures,
     frozen_parameters,
+    full_gradients,
     gather,
     largest_difference,
 )
 from arithmetic.table import comparison_tables
 from rich.console import Console
+from torch import Tensor
 
 from ds_hilore.core.types import Action, Plan, UnitId
 from tests.examples import tiny
@@ -95,6 +99,8 @@ def test_comparison_on_two_ranks(ranks: RankPool) -> None:
         figures = result["figures"]
         assert [f.rank for f in figures] == [0, 1]
         assert result["parameters_changed"] == 0
+        assert result["gradients_seen"] > 0
+        assert result["gradients_alive"] == [0] * (3 * (TURNS + 1))  # in every update whose time or peak is taken
         # One gradient pass, the timed turns and one peak pass, in which every method comes once.
         turns = [result["methods"][start : start + 3] for start in range(0, len(result["methods"]), 3)]
         assert len(turns) == TURNS + 2 and all(set(turn) == set(Method) for turn in turns)
@@ -149,11 +155,20 @@ def compare_on_rank(stage: int) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(model=policy, model_parameters=trainable, config=config)
     engine.hilore = FakeController()
     microbatch = tiny.microbatch(policy)
+    copies: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
     methods: list[Method] = []
     advanced: list[None] = []
 
+    def noted_gradients(module: torch.nn.Module) -> list[Tensor]:
+        gradients = full_gradients(module)
+        copies.extend(weakref.ref(gradient) for gradient in gradients)
+        return gradients
+
     def update(before_step: Callable[[], None] | None) -> None:
         method = engine.hilore.method
+        if before_step is None:
+            alive.append(sum(copy() is not None for copy in copies))
         methods.append(method)
         ballast = torch.ones((64 if method is Method.NONE else 1) << 18)
         factor = 1.25 if method is Method.CHECKPOINTING else 1.0
@@ -164,10 +179,13 @@ def compare_on_rank(stage: int) -> dict[str, Any]:
         engine.step()
 
     before = [parameter.detach().clone() for parameter in trainable]
-    figures = Comparison(engine, update, lambda: advanced.append(None)).run(TURNS, update_share=0.5)
+    with mock.patch("arithmetic.compare.full_gradients", noted_gradients):
+        figures = Comparison(engine, update, lambda: advanced.append(None)).run(TURNS, update_share=0.5)
     return {
         "figures": gather(figures),
         "methods": methods,
+        "gradients_seen": len(copies),
+        "gradients_alive": alive,
         "advanced": len(advanced),
         "parameters_changed": sum(not torch.equal(a, b) for a, b in zip(before, trainable)),
     }
