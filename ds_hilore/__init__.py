@@ -27,7 +27,21 @@ _LAZY = {
     "uninstall": "ds_hilore.integration.deepspeed_engine",
 }
 
-__all__ = ["__version__", *sorted(_LAZY)]
+__all__ = [
+    "GRPOLossConfig",
+    "HiLoReConfig",
+    "__version__",
+    "begin_microbatch",
+    "begin_update",
+    "checkpoint",
+    "detach",
+    "grpo_loss",
+    "initialize",
+    "install",
+    "log_probs",
+    "observe_logps",
+    "uninstall",
+]
 
 if TYPE_CHECKING:
     from ds_hilore.core.config import HiLoReConfig

@@ -74,7 +74,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def install() -> None:
-    """Makes plain `deepspeed.initialize` honour the block: for Trainer, accelerate and TRL, which call it themselves."""
+    """Makes plain `deepspeed.initialize` honour the block: for Trainer, accelerate and TRL."""
     import deepspeed
 
     original = deepspeed.initialize
@@ -104,7 +104,7 @@ def attach(
     units: Units | None = None,
     notes: list[str] | None = None,
 ) -> Controller:
-    """Gives an initialised engine its controller, as `engine.hilore`. `initialize` calls this; under ZeRO-3 only it can.
+    """Gives an initialised engine its controller, as `engine.hilore`. Under ZeRO-3 only `initialize` can call this.
 
     Raises:
         UsageError: the engine has a controller.
@@ -126,7 +126,7 @@ def attach(
 
 
 def detach(engine: Any) -> None:
-    """Takes the controller off: the engine is plain DeepSpeed again (units stay ZeRO-3 leaf modules: hooks rely on it)."""
+    """Takes the controller off. Units stay ZeRO-3 leaf modules: the engine's hooks rely on it."""
     host: AttachedHost | None = getattr(engine, "_hilore_host", None)
     if host is not None:
         host.undo()
@@ -221,7 +221,7 @@ class AttachedHost:
             self.plane.agree("microbatch", self.controller.progress() | {"micro_steps": self.engine.micro_steps})
 
     def _give_up_update(self) -> None:
-        """After an exception the update starts again; DeepSpeed's half-done state would make it silently wrong (fact 4)."""
+        """The update starts again: what DeepSpeed left half done would be silently wrong (design fact 4)."""
         self.controller.abort()
         reset_update(self.engine)
 

@@ -68,7 +68,7 @@ def apply_wrapping(modules: tuple[nn.Module, ...]) -> None:
                 f"hilore.units: {type(module).__name__} already has a `forward` of its own on the instance; "
                 "name a module around it"
             )
-        module.forward = _Checkpointed(module)  # type: ignore[method-assign]
+        module.forward = _Checkpointed(module)
 
 
 def undo_wrapping(modules: tuple[nn.Module, ...]) -> None:

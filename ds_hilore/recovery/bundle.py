@@ -86,7 +86,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, view: Tensor, base: Tensor) -> Geometry:
-        return cls(tuple(view.shape), view.stride(), view.storage_offset() - base.storage_offset())
+        return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - base.storage_offset()))
 
     def apply(self, base: Tensor) -> Tensor:
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
@@ -152,6 +152,18 @@ def parameter_of(tensor: Tensor) -> Parameter | None:
     return None
 
 
+def raw_saved(node: Any, name: str) -> object:
+    """What our pack hook returned for the operand `name` of an autograd node; a tensor where none was called."""
+    # Borrowed: valid only while the node lives, which it does here, and read at once (design fact 12).
+    saved = getattr(node, "_raw_saved_" + name, None)
+    if saved is None:
+        return None
+    try:
+        return saved.data
+    except RuntimeError:
+        return None
+
+
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes by storage address: a tensor saved many times, or seen through views, counts once (design fact 9)."""
     found: dict[int, int] = {}
@@ -181,7 +193,7 @@ def _derived_below(value: Value) -> Iterator[Derived]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal shape, dtype and bits, but for the payload of NaN. Waits for the device: for proofs, not for the hot path."""
+    """Equal shape, dtype and bits, but for the payload of NaN. Waits for the device: for proofs only."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.is_floating_point():

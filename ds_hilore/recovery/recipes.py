@@ -10,27 +10,19 @@ on the spot and must give the saved tensor bit for bit, with the same strides (s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from ds_hilore.recovery.bundle import Derived, Geometry, Handle, Kept, ParameterRef, Value, peek, same_bits
-
-Edge = tuple[Any, int]
-#: A rule looks at one autograd node and gives (name, operation, operands), or None where it does not apply.
-Match = tuple[str, Callable[..., Tensor], tuple[Value, ...]]
+from ds_hilore.recovery.bundle import Derived, Geometry, Handle, Kept, ParameterRef, Value, peek, raw_saved, same_bits
+from ds_hilore.recovery.rules import COSTLY, RULES, Edge
 
 #: Chains of unsaved intermediates longer than this are not followed: evaluating them would cost what replay costs.
 MAX_DEPTH = 12
 #: A tensor smaller than this many bytes is held, not derived: an operation costs more than its memory.
 MIN_DERIVED_BYTES = 4096
-#: Normalisation kernels do not save their epsilon; the one in use is found by the proof among these.
-NORM_EPSILONS = (1e-6, 1e-5, 1e-12, 1e-8)
 
 
 class RecipeProofs:
@@ -55,8 +47,13 @@ class BundleBuilder:
     Lives for one forward (or replay) of one unit only: it holds autograd nodes, hence the graph.
     """
 
-    def __init__(self, proofs: RecipeProofs, unit_class: str, inputs: list[Tensor], owner: object) -> None:
+    def __init__(
+        self, proofs: RecipeProofs, unit_class: str, inputs: list[Tensor], owner: object, *, short_lived: bool = False
+    ) -> None:
+        """`short_lived`: the bundle of a replay. It is used up at once, so recipes that take longer than reading
+        memory does are left out; those that remain give the whole gain at the peak (design fact 13)."""
         self.proofs = proofs
+        self.short_lived = short_lived
         self.unit_class = unit_class
         self.owner = owner
         self._values: dict[Edge, Value] = {}  # what is held for an output that was saved, or is a unit input
@@ -120,7 +117,8 @@ class BundleBuilder:
         node = edge[0]
         if depth > MAX_DEPTH or node is None:
             return None
-        rule = RULES.get(node.name())
+        kind = node.name()
+        rule = None if self.short_lived and kind in COSTLY else RULES.get(kind)
         match = rule(self, node, edge, depth) if rule is not None else None
         if match is None:
             return None
@@ -132,7 +130,7 @@ class BundleBuilder:
     def operand(self, node: Any, name: str | None, position: int, depth: int) -> Value | None:
         """An operand of `node`: what was packed for `_raw_saved_<name>`, else the value behind its input edge."""
         if name is not None:
-            packed = _raw_saved(node, name)
+            packed = raw_saved(node, name)
             if type(packed) is Handle:
                 return packed.value if packed.owner is self.owner else None
             if type(packed) is ParameterRef:
@@ -149,17 +147,6 @@ class BundleBuilder:
         return self._resolve((successor, output_nr), depth + 1)
 
 
-def _raw_saved(node: Any, name: str) -> object:
-    # Borrowed: valid only while the node lives, which it does here, and read at once (design fact 12).
-    saved = getattr(node, "_raw_saved_" + name, None)
-    if saved is None:
-        return None
-    try:
-        return saved.data
-    except RuntimeError:
-        return None
-
-
 def _is_bitwise(derived: Derived, tensor: Tensor) -> bool:
     try:
         # operations of the proof must not reach the hooks of the forward that is being watched
@@ -168,237 +155,3 @@ def _is_bitwise(derived: Derived, tensor: Tensor) -> bool:
         return made.stride() == tensor.stride() and same_bits(made, tensor.detach())
     except (RuntimeError, TypeError, ValueError):
         return False
-
-
-# -- rules: one per autograd node ------------------------------------------------------------------------------------
-
-Rule = Callable[[BundleBuilder, Any, Edge, int], "Match | None"]
-
-
-def _unary(name: str, operation: Callable[[Tensor], Tensor], saved: str | None) -> Rule:
-    def rule(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-        operand = builder.operand(node, saved, 0, depth)
-        return None if operand is None else (name, operation, (operand,))
-
-    return rule
-
-
-def _gelu(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    operand = builder.operand(node, "self", 0, depth)
-    if operand is None:
-        return None
-    form = node._saved_approximate
-    return f"gelu_{form}", partial(F.gelu, approximate=form), (operand,)
-
-
-def _pow(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    operand = builder.operand(node, "self", 0, depth)
-    if operand is None:
-        return None
-    exponent = node._saved_exponent
-    return f"pow_{exponent}", partial(_power, exponent=exponent), (operand,)
-
-
-def _power(base: Tensor, exponent: float) -> Tensor:
-    return base.pow(exponent)
-
-
-def _mul(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    return _binary("mul", torch.mul, builder, node, depth, ("self", "other"))
-
-
-def _div(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    return _binary("div", torch.div, builder, node, depth, ("self", "other"))
-
-
-def _add(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    alpha = node._saved_alpha
-    return _binary(f"add_{alpha}", partial(torch.add, alpha=alpha), builder, node, depth, (None, None))
-
-
-def _sub(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    alpha = node._saved_alpha
-    return _binary(f"sub_{alpha}", partial(torch.sub, alpha=alpha), builder, node, depth, (None, None))
-
-
-def _binary(
-    name: str,
-    operation: Callable[..., Tensor],
-    builder: BundleBuilder,
-    node: Any,
-    depth: int,
-    saved: tuple[str | None, str | None],
-) -> Match | None:
-    left = builder.operand(node, saved[0], 0, depth)
-    if left is None:
-        return None
-    right = builder.operand(node, saved[1], 1, depth)
-    return None if right is None else (name, operation, (left, right))
-
-
-def _cast(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    operand = builder.operand(node, None, 0, depth)
-    if operand is None:
-        return None
-    dtype = node._input_metadata[edge[1]].dtype
-    return f"cast_{dtype}", partial(_to, dtype=dtype), (operand,)
-
-
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype)
-
-
-def _cat(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    parts = [builder.operand(node, None, position, depth) for position in range(len(node.next_functions))]
-    if any(part is None for part in parts):
-        return None
-    dim = _signed(node._saved_dim)
-    return f"cat_{dim}", partial(_concatenate, dim=dim), tuple(part for part in parts if part is not None)
-
-
-def _concatenate(*parts: Tensor, dim: int) -> Tensor:
-    return torch.cat(parts, dim)
-
-
-def _slice(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    operand = builder.operand(node, None, 0, depth)
-    if operand is None:
-        return None
-    dim, step = _signed(node._saved_dim), node._saved_step
-    start, end = _signed(node._saved_start), _signed(node._saved_end)
-    cut = partial(_cut, dim=dim, start=start, end=end, step=step)
-    return f"slice_{dim}_{start}_{end}_{step}", cut, (operand,)
-
-
-def _cut(tensor: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
-    index: list[slice] = [slice(None)] * tensor.dim()
-    index[dim] = slice(start, min(end, tensor.shape[dim]), step)
-    return tensor[tuple(index)]
-
-
-def _transpose(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    operand = builder.operand(node, None, 0, depth)
-    if operand is None:
-        return None
-    first, second = _signed(node._saved_dim0), _signed(node._saved_dim1)
-    return f"transpose_{first}_{second}", partial(_swap, first=first, second=second), (operand,)
-
-
-def _swap(tensor: Tensor, first: int, second: int) -> Tensor:
-    return tensor.transpose(first, second)
-
-
-def _reshape(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    operand = builder.operand(node, None, 0, depth)
-    if operand is None:
-        return None
-    shape = tuple(node._input_metadata[edge[1]].shape)
-    return "reshape", partial(_view_as, shape=shape), (operand,)
-
-
-def _view_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return tensor.reshape(shape)
-
-
-def _layer_norm(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    return _norm(builder, node, edge, depth, F.layer_norm, ("input", "weight", "bias"))
-
-
-def _rms_norm(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
-    return _norm(builder, node, edge, depth, F.rms_norm, ("input", "weight"))
-
-
-def _norm(
-    builder: BundleBuilder,
-    node: Any,
-    edge: Edge,
-    depth: int,
-    function: Callable[..., Tensor],
-    names: tuple[str, ...],
-) -> Match | None:
-    if edge[1] != 0:
-        return None
-    operands = [builder.operand(node, name, position, depth) for position, name in enumerate(names)]
-    if operands[0] is None or not _weights_present(node, names, operands):
-        return None
-    shape = tuple(node._saved_normalized_shape)
-    given = tuple(operand for operand in operands if operand is not None)
-    kind = "layer_norm" if function is F.layer_norm else "rms_norm"
-    epsilon = _epsilon(builder, node, function, shape, given)
-    if epsilon is None:
-        return None
-    return f"{kind}_{epsilon}", partial(_normalise, function=function, shape=shape, epsilon=epsilon), given
-
-
-def _weights_present(node: Any, names: tuple[str, ...], operands: list[Value | None]) -> bool:
-    """A weight that the kernel used but that we cannot name would be left out silently."""
-    for position, name in enumerate(names[1:], start=1):
-        edges = node.next_functions
-        has_edge = position < len(edges) and edges[position][0] is not None
-        if operands[position] is None and (has_edge or _raw_saved(node, name) is not None):
-            return False
-    return True
-
-
-def _epsilon(
-    builder: BundleBuilder, node: Any, function: Callable[..., Tensor], shape: tuple[int, ...], given: tuple[Value, ...]
-) -> float | None:
-    """The epsilon whose statistics are the saved ones, bit for bit; found once per unit class and weight position."""
-    key = (builder.unit_class, builder.proofs.signature("norm", *[value.signature for value in given]))
-    if key in builder.proofs.epsilons:
-        return builder.proofs.epsilons[key]
-    statistic = _raw_saved(node, "result2" if function is F.layer_norm else "result1")
-    if type(statistic) is not Handle or type(statistic.value) is not Kept:
-        return None
-    source = given[0]
-    if type(source) is not Kept:
-        return None
-    native = torch.native_layer_norm if function is F.layer_norm else torch._fused_rms_norm
-    for epsilon in NORM_EPSILONS:
-        with torch.no_grad():
-            if function is F.layer_norm:
-                found = native(source.tensor, shape, None, None, epsilon)[2]
-            else:
-                found = native(source.tensor, shape, None, epsilon)[1]
-        if same_bits(found, statistic.value.tensor):
-            builder.proofs.epsilons[key] = epsilon
-            return epsilon
-    return None
-
-
-def _normalise(
-    source: Tensor, *weights: Tensor, function: Callable[..., Tensor], shape: tuple[int, ...], epsilon: float
-) -> Tensor:
-    return function(source, shape, *weights, eps=epsilon)
-
-
-def _signed(number: int) -> int:
-    """Autograd shows a negative dimension as an unsigned 64-bit number."""
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-RULES: dict[str, Rule] = {
-    "SiluBackward0": _unary("silu", F.silu, "self"),
-    "GeluBackward0": _gelu,
-    "ReluBackward0": _unary("relu", torch.relu, None),
-    "SigmoidBackward0": _unary("sigmoid", torch.sigmoid, None),
-    "TanhBackward0": _unary("tanh", torch.tanh, None),
-    "RsqrtBackward0": _unary("rsqrt", torch.rsqrt, None),
-    # a contiguous copy: whoever looks at it through a reshape copies again where that is needed
-    "CloneBackward0": _unary("clone", lambda tensor: tensor, None),
-    "NegBackward0": _unary("neg", torch.neg, None),
-    "PowBackward0": _pow,
-    "MulBackward0": _mul,
-    "DivBackward0": _div,
-    "AddBackward0": _add,
-    "SubBackward0": _sub,
-    "ToCopyBackward0": _cast,
-    "CatBackward0": _cat,
-    "SliceBackward0": _slice,
-    "TransposeBackward0": _transpose,
-    "ViewBackward0": _reshape,
-    "UnsafeViewBackward0": _reshape,
-    "ReshapeAliasBackward0": _reshape,
-    "NativeLayerNormBackward0": _layer_norm,
-    "FusedRmsNormBackward0": _rms_norm,
-}

@@ -77,7 +77,7 @@ class Replay:
         """
         source = self.source
         args, kwargs, tensors = source.inputs.fresh()
-        self._builder = BundleBuilder(source.proofs, source.unit_class, tensors, self)
+        self._builder = BundleBuilder(source.proofs, source.unit_class, tensors, self, short_lived=True)
         try:
             with ExitStack() as stack:
                 stack.enter_context(source.surroundings.restored())

@@ -38,7 +38,7 @@ class BaselineMeter:
         self._meter.reset()
 
     def backward_begins(self) -> None:
-        """The final plan was just applied. Forward and loss have one peak: all-R holds nothing that tells them apart."""
+        """The final plan was just applied. Forward and loss share one peak: nothing in all-R tells them apart."""
         if self._tokens is not None:
             self._loss = self._forward = self._meter.peak_bytes()
             self._meter.reset()

@@ -115,7 +115,18 @@ def shape_class(tokens: int) -> int:
 
 def all_units(units: list[UnitId], action: Action) -> Plan:
     """The same action for every unit."""
-    return Plan(choice={unit: action.letter for unit in units}, actions={unit: action for unit in units})
+    return Plan(choice=dict.fromkeys(units, action.letter), actions=dict.fromkeys(units, action))
+
+
+class UniformPlan(Plan):
+    """Every unit gets the same action, known or not."""
+
+    def __init__(self, action: Action) -> None:
+        super().__init__()
+        object.__setattr__(self, "action", action)
+
+    def action_of(self, unit: UnitId) -> Action:
+        return self.action  # type: ignore[attr-defined]
 
 
 def _problem(profiles: tuple[UnitProfile, ...], budget_bytes: int, base: tuple[int, int, int]) -> Problem:

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -28,13 +27,14 @@ from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Action, Plan, UnitId
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.profiling.clock import Clock
-from ds_hilore.profiling.measure import Measurements, UnitFootprint
+from ds_hilore.profiling.measure import Measurements
 from ds_hilore.recovery.deadwork import DeadWork
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.replay import Site
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
 from ds_hilore.runtime.baseline import BaselineMeter
-from ds_hilore.runtime.budget import RankPlanner, all_units, shape_class
+from ds_hilore.runtime.budget import RankPlanner, UniformPlan, all_units, shape_class
+from ds_hilore.runtime.microbatch import Microbatch, footprints
 from ds_hilore.runtime.update import Coefficients, GradientScale, MicrobatchFacts, Source
 
 _log = logging.getLogger(__name__)
@@ -62,21 +62,6 @@ class Bypass(Enum):
     NONE = "none"
     PLAIN = "plain"  # no checkpointing at all
     HOST = "host"  # the host's own checkpoint function
-
-
-@dataclass
-class Microbatch:
-    """The units of one microbatch so far."""
-
-    calls: list[weakref.ref[UnitCall]] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0
-    plan: Plan = field(default_factory=Plan)
-    facts: MicrobatchFacts | None = None
-    coefficients: list[Coefficients] = field(default_factory=list)
-
-    def alive(self) -> list[UnitCall]:
-        return [call for reference in self.calls if (call := reference()) is not None]
 
 
 @dataclass(frozen=True)
@@ -224,7 +209,7 @@ class Controller:
         if isinstance(self._forced, Plan):
             return self._forced
         if self._forced is not None:
-            return _Uniform(self._forced)
+            return UniformPlan(self._forced)
         if self.stage is Stage.PLANNED:
             size = shape_class(tokens)
             return self.parts.planner.plan_for(size, self.measurements.profiles(size))
@@ -372,33 +357,3 @@ class Controller:
         if self.parts.rank == 0:
             names = ", ".join(sorted(site.module for site in dead)) or "nothing to skip"
             _log.info("hilore: replay of %s skips: %s", unit_class, names)
-
-
-class _Uniform(Plan):
-    """Every unit gets the same action, known or not."""
-
-    def __init__(self, action: Action) -> None:
-        super().__init__()
-        object.__setattr__(self, "action", action)
-
-    def action_of(self, unit: UnitId) -> Action:
-        return self.action  # type: ignore[attr-defined,no-any-return]
-
-
-def footprints(calls: list[UnitCall]) -> list[UnitFootprint]:
-    """Bytes that each call adds to those before it. Reads addresses only; nothing is copied or waited for."""
-    seen: set[int] = set()
-    found: list[UnitFootprint] = []
-    for call in calls:
-        inputs = _new_bytes(call.input_storages(), seen)
-        stored = None
-        if call.action is Action.STORE:
-            stored = inputs + _new_bytes(call.held_storages(), seen)
-        found.append(UnitFootprint(call.unit, call.unit_class, call.tokens, inputs, stored))
-    return found
-
-
-def _new_bytes(storages: dict[int, int], seen: set[int]) -> int:
-    fresh = sum(size for address, size in storages.items() if address not in seen)
-    seen.update(storages)
-    return fresh

@@ -55,7 +55,7 @@ def responsible(engine: Any = None) -> Controller | None:
     return None if latest is None else latest()
 
 
-def grpo_loss(
+def grpo_loss(  # noqa: PLR0913  (the loss's own arguments, and the engine)
     logps: Tensor,
     old_logps: Tensor | None,
     advantages: Tensor,
