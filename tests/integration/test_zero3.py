@@ -182,8 +182,13 @@ def memory() -> dict[str, list[int]]:
         seen["gathered"].append(gathered_numel(made))
         seen["gradients"].append(sum(p.grad.numel() for p in made.module.parameters() if p.grad is not None))
 
-    for layer in decoder_layers(model):
-        layer.mlp.act_fn.register_forward_hook(lambda _m, _i, out: (look(), out.register_hook(look))[1] and None)
+    def look_in_both_passes(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        look()
+        output.register_hook(look)
+
+    layers: list[Any] = decoder_layers(model)
+    for layer in layers:
+        layer.mlp.act_fn.register_forward_hook(look_in_both_passes)
     for _ in range(2):
         made.backward(plain_loss(made, *batch(0)))
         seen["after"].append(gathered_numel(made))
