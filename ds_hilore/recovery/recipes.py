@@ -31,6 +31,8 @@ class RecipeProofs:
     def __init__(self) -> None:
         self._names: dict[tuple[Any, ...], int] = {}
         self.proven: dict[tuple[str, int, int], bool] = {}
+        #: slots of a class for which no recipe was found, so that none is looked for again
+        self.hopeless: set[tuple[str, int, bool]] = set()
         self.epsilons: dict[tuple[str, int], float] = {}
 
     def signature(self, *parts: Any) -> int:
@@ -50,12 +52,13 @@ class BundleBuilder:
     def __init__(
         self, proofs: RecipeProofs, unit_class: str, inputs: list[Tensor], owner: object, *, short_lived: bool = False
     ) -> None:
-        """`short_lived`: the bundle of a replay. It is used up at once, so recipes that take longer than reading
-        memory does are left out; those that remain give the whole gain at the peak (design fact 13)."""
+        """`short_lived`: the bundle of a replay. It is used up at once, so only recipes that lower the peak of the
+        unit's backward are worth their time: those of its norms (design fact 13)."""
         self.proofs = proofs
         self.short_lived = short_lived
         self.unit_class = unit_class
         self.owner = owner
+        self._width = max((tensor.numel() for tensor in inputs if tensor.is_floating_point()), default=0)
         self._values: dict[Edge, Value] = {}  # what is held for an output that was saved, or is a unit input
         self._intermediates: dict[Edge, Derived] = {}  # outputs that were only passed through; not proven by themselves
         for position, tensor in enumerate(inputs):
@@ -74,19 +77,25 @@ class BundleBuilder:
             if type(known) is Derived:
                 known.uses += 1
             return known
-        value: Value | None = None
-        if tensor.untyped_storage().nbytes() >= MIN_DERIVED_BYTES:
-            value = self._derive(tensor, edge, slot)
-        if value is None:
-            value = Kept(tensor, self.proofs.signature("slot", slot))
-        self._values[edge] = value
+        value = self._values[edge] = self._derive(tensor, edge, slot) or Kept(
+            tensor, self.proofs.signature("slot", slot)
+        )
         return value
+
+    def _worth_deriving(self, tensor: Tensor) -> bool:
+        if self.short_lived and tensor.numel() > self._width:
+            return False  # an MLP's wide tensors are used up before the backward of its product, where the peak is
+        return tensor.numel() * tensor.element_size() >= MIN_DERIVED_BYTES
 
     # -- deriving one saved tensor ---------------------------------------------------------------------------------
 
     def _derive(self, tensor: Tensor, edge: Edge, slot: int) -> Derived | None:
+        place = (self.unit_class, slot, self.short_lived)
+        if place in self.proofs.hopeless or not self._worth_deriving(tensor):
+            return None
         derived = self._view(tensor) if tensor._is_view() else self._resolve(edge, 0)
         if type(derived) is not Derived:
+            self.proofs.hopeless.add(place)
             return None
         key = (self.unit_class, slot, derived.signature)
         good = self.proofs.proven.get(key)
