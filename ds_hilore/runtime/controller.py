@@ -201,7 +201,7 @@ class Controller:
         self.microbatch.plan = self._choose(tokens)
         if self.stage is Stage.MEASURE_R:
             self.context.timing = self._timed_replay
-            if self.update == 1:
+            if self.update == 1 and self._forced is None:
                 self._baseline.begin(tokens)
 
     def _choose(self, tokens: int) -> Plan:

@@ -1,0 +1,30 @@
+"""Medians of paired ratios and how far they can be trusted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median of paired ratios with its bootstrap interval (95 %, percentile method)."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, times: Sequence[float], base: Sequence[float], seed: int = 0) -> Ratio:
+        """Ratios are taken within a pair: what else the machine does meets both."""
+        ratios = [time / reference for time, reference in zip(times, base, strict=True)]
+        rng = random.Random(seed)
+        medians = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+        return cls(median(ratios), medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1])
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
