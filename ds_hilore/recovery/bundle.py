@@ -143,13 +143,15 @@ class SlotMeta(NamedTuple):
 
 def parameter_of(tensor: Tensor) -> Parameter | None:
     """The parameter that `tensor` is, or is a view of."""
-    if isinstance(tensor, Parameter):
-        return tensor
+    kind = type(tensor)
+    if kind is Parameter:
+        return tensor  # type: ignore[return-value]
     if tensor._is_view():
         base = tensor._base
         if isinstance(base, Parameter):
             return base
-    return None
+    # parameters of other tensor classes are marked, plain tensors never are; isinstance alone is slow here
+    return tensor if kind is not Tensor and isinstance(tensor, Parameter) else None
 
 
 def raw_saved(node: Any, name: str) -> object:
