@@ -53,14 +53,19 @@ class Kept:
 
 
 class Derived:
-    """`operation(*operands)`, kept between its first and its last use only where it is used more than once."""
+    """`operation(*operands)`, kept between its first and its last use only where it is used more than once.
 
-    __slots__ = ("memo", "operands", "operation", "signature", "uses")
+    `stride` is that of the tensor which this stands for: a recipe proven on one shape may lay out another one
+    differently, and strides choose the kernels of backward, hence bits.
+    """
+
+    __slots__ = ("memo", "operands", "operation", "signature", "stride", "uses")
 
     def __init__(self, operation: Operation, operands: tuple[Value, ...], signature: int) -> None:
         self.operation = operation
         self.operands = operands
         self.signature = signature
+        self.stride: tuple[int, ...] | None = None
         self.uses = 0
         self.memo: Tensor | None = None
         for operand in operands:
@@ -70,11 +75,18 @@ class Derived:
     def get(self) -> Tensor:
         result = self.memo
         if result is None:
-            with torch.no_grad():
+            # Casts stand in the graph, hence in the recipe; an autocast around backward must not add its own.
+            with torch.no_grad(), torch._C._DisableAutocast():
                 result = self.operation(*[operand.get() for operand in self.operands])
+            if self.stride is not None and result.stride() != self.stride:
+                result = _laid_out(result, self.stride)
         self.uses -= 1
         self.memo = result if self.uses > 0 else None
         return result
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 class Geometry(NamedTuple):

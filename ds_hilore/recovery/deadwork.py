@@ -5,8 +5,8 @@ frozen projection although nothing that backward needs depends on it: 27 to 29 %
 8B shapes. Such calls are skipped only where two things hold for the unit class, in the running job:
 
 1. no recovered tensor has the call's output among its ancestors in the autograd graph of a full replay (structure);
-2. a replay in which the call is skipped and its output is NaN recovers every tensor bit for bit (data: catches what
-   autograd does not see, such as indices).
+2. replays in which the call is skipped and its output is NaN, infinity and minus infinity recover every tensor bit
+   for bit (data: catches what autograd does not see, such as indices, and comparisons that one of them passes).
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_hilore.core.errors import RecoveryError
 from ds_hilore.recovery.bundle import SlotMeta, Value, peek, same_bits
 from ds_hilore.recovery.replay import Replay, ReplaySource, Site, SiteTrace
+
+#: What a skipped call gives back in the trials.
+POISONS = (float("nan"), float("inf"), float("-inf"))
+#: Kinds of calls of one unit class that are looked at. Where the data decides what is saved (experts that are hit),
+#: there would be no end of them.
+MAX_KINDS = 16
 
 ClassKey = tuple[str, tuple[torch.dtype | None, ...]]
 
@@ -40,6 +45,8 @@ class DeadWork:
         key = class_key(source.unit_class, source.metas)
         dead = self.proven.get(key)
         if dead is None:
+            if sum(1 for unit_class, _ in self.proven if unit_class == source.unit_class) >= MAX_KINDS:
+                return Replay(source).run()
             return self._prove(key, source, module)
         return Replay(source, dead if _still_frozen(module, dead) else frozenset()).run()
 
@@ -47,6 +54,7 @@ class DeadWork:
         full = Replay(source)
         slots = full.run(traced=_frozen_projections(module))
         candidates = frozenset(_unreached(full.trace)) if full.trace is not None else frozenset()
+        full.trace = None  # its nodes hold the replay's handles, which hold the replay: a cycle that gc cannot see
         if _equal_without(source, candidates, slots):
             dead = candidates
         else:
@@ -92,11 +100,13 @@ def _unreached(trace: SiteTrace) -> Iterable[Site]:
 
 
 def _equal_without(source: ReplaySource, skip: frozenset[Site], slots: list[Value | None]) -> bool:
-    if not skip:
-        return True
+    return not skip or all(_equal_with(source, skip, poison, slots) for poison in POISONS)
+
+
+def _equal_with(source: ReplaySource, skip: frozenset[Site], poison: float, slots: list[Value | None]) -> bool:
     try:
-        trial = Replay(source, skip).run()
-    except (RecoveryError, RuntimeError):
+        trial = Replay(source, skip, poison).run()
+    except Exception:  # whatever model code makes of the poison: the call is needed
         return False
     return all(
         (ours is None) == (theirs is None) and (ours is None or theirs is None or same_bits(peek(ours), peek(theirs)))

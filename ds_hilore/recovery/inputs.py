@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ds_hilore.recovery.bundle import Kept
+from ds_hilore.recovery.bundle import Kept, parameter_of
 
 
 @dataclass
@@ -20,12 +21,15 @@ class UnitInputs:
 
     `leaves` are the flattened arguments; tensors stand as `_Held` (parameters, and anything that is no tensor, as
     themselves). `tensors` are the originals in the same order; they are dropped when the forward has ended.
+    `lent` are parameters of which a view was handed in (a class token, latent queries): that view is an input like any
+    other, in forward and in replay, and no parameter of the unit.
     """
 
     function: Callable[..., Any]
     leaves: list[Any]
     spec: TreeSpec
     tensors: list[Tensor]
+    lent: tuple[Parameter, ...] = ()
 
     @classmethod
     def capture(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitInputs:
@@ -35,11 +39,32 @@ class UnitInputs:
             function = function.func
         leaves, spec = tree_flatten((args, kwargs))
         tensors: list[Tensor] = []
+        lent: tuple[Parameter, ...] = ()
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and not isinstance(leaf, Parameter):
                 tensors.append(leaf)
                 leaves[position] = _Held(leaf)
-        return cls(function, leaves, spec, tensors)
+                parameter = parameter_of(leaf)
+                if parameter is not None:
+                    lent = (*lent, parameter)
+        return cls(function, leaves, spec, tensors, lent)
+
+    def parameter_of(self, tensor: Tensor) -> Parameter | None:
+        """The parameter that a saved tensor is, or is a view of; None for views that came in as inputs."""
+        parameter = parameter_of(tensor)
+        if self.lent and parameter is not tensor and any(parameter is other for other in self.lent):
+            return None
+        return parameter
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unit computes: of its inputs, the first that is not on the CPU (masks and positions may be)."""
+        for tensor in self.tensors:
+            if tensor.device.type != "cpu":
+                return tensor.device
+        module = self.module
+        weight = None if module is None else next(module.parameters(), None)
+        return torch.device("cpu") if weight is None else weight.device
 
     @property
     def module(self) -> Module | None:

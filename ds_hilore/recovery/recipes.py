@@ -5,7 +5,8 @@ tensor that is being saved names the operation that made it and, through `_raw_s
 returned for its operands; operands that were never saved are reached through `next_functions`.
 
 A recipe is used only after it was proven in the running job: at its first occurrence in a unit class it is evaluated
-on the spot and must give the saved tensor bit for bit, with the same strides (strides choose kernels in backward).
+on the spot and must give the saved tensor bit for bit, with the same strides (strides choose kernels in backward). A
+tensor that was written in place is never derived: its node does not tell of edits under `no_grad`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_hilore.recovery.bundle import Derived, Geometry, Handle, Kept, ParameterRef, Value, peek, raw_saved, same_bits
 from ds_hilore.recovery.rules import COSTLY, RULES, Edge
@@ -33,11 +35,23 @@ class RecipeProofs:
         self.proven: dict[tuple[str, int, int], bool] = {}
         #: slots of a class for which no recipe was found, so that none is looked for again
         self.hopeless: set[tuple[str, int, bool]] = set()
-        self.epsilons: dict[tuple[str, int], float] = {}
+        #: of fused norms: by weight, because layers of one class may differ in it; by place where there is no weight
+        self.epsilons: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.epsilons_without_weight: dict[tuple[str, int], float] = {}
 
     def signature(self, *parts: Any) -> int:
         """A small number for how a value is made, so that signatures of nested recipes stay cheap to compare."""
         return self._names.setdefault(parts, len(self._names))
+
+    def epsilon_of(self, weight: Parameter | None, place: tuple[str, int]) -> float | None:
+        """What is known of a fused norm's epsilon."""
+        return self.epsilons_without_weight.get(place) if weight is None else self.epsilons.get(weight)
+
+    def note_epsilon(self, weight: Parameter | None, place: tuple[str, int], epsilon: float) -> None:
+        if weight is None:
+            self.epsilons_without_weight[place] = epsilon
+        else:
+            self.epsilons[weight] = epsilon
 
     def rejected(self) -> int:
         return sum(1 for good in self.proven.values() if not good)
@@ -73,9 +87,11 @@ class BundleBuilder:
             return Kept(tensor, self.proofs.signature("slot", slot))
         edge = (node, tensor.output_nr)
         known = self._values.get(edge)
-        if known is not None and (type(known) is not Kept or known.version == tensor._version):
-            if type(known) is Derived:
+        if type(known) is Derived:
+            if tensor._version == 0:
                 known.uses += 1
+                return known
+        elif type(known) is Kept and known.version == tensor._version:
             return known
         value = self._values[edge] = self._derive(tensor, edge, slot) or Kept(
             tensor, self.proofs.signature("slot", slot)
@@ -91,7 +107,7 @@ class BundleBuilder:
 
     def _derive(self, tensor: Tensor, edge: Edge, slot: int) -> Derived | None:
         place = (self.unit_class, slot, self.short_lived)
-        if place in self.proofs.hopeless or not self._worth_deriving(tensor):
+        if place in self.proofs.hopeless or tensor._version != 0 or not self._worth_deriving(tensor):
             return None
         derived = self._view(tensor) if tensor._is_view() else self._resolve(edge, 0)
         if type(derived) is not Derived:
@@ -103,6 +119,7 @@ class BundleBuilder:
             good = self.proofs.proven[key] = _is_bitwise(derived, tensor)
         if not good:
             return None
+        derived.stride = tensor.stride()
         derived.uses += 1
         return derived
 
@@ -114,6 +131,7 @@ class BundleBuilder:
         root = self._resolve((base.grad_fn, base.output_nr), 0)
         if type(root) is not Derived:
             return None
+        root.stride = base.stride()  # the geometry counts in the base's own layout
         geometry = Geometry.of(tensor, base)
         # the geometry follows the batch's shape, so it is not part of the signature
         return Derived(geometry.apply, (root,), self.proofs.signature("view", root.signature))
@@ -145,7 +163,7 @@ class BundleBuilder:
             if type(packed) is ParameterRef:
                 return packed
             if isinstance(packed, Tensor) and packed.dim() == 0:  # a Python number: autograd does not pack those
-                return Kept(packed, self.proofs.signature("number", float(packed)))
+                return Kept(packed, self.proofs.signature("number"))
         edges = node.next_functions
         if position >= len(edges) or edges[position][0] is None:
             return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hilore.core.errors import RecoveryMismatch
-from ds_hilore.recovery.bundle import Handle, ParameterRef, SlotMeta, Value, parameter_of
+from ds_hilore.recovery.bundle import Handle, ParameterRef, SlotMeta, Value
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.recipes import BundleBuilder, RecipeProofs
 from ds_hilore.recovery.routing import RoutingTape
@@ -57,16 +57,21 @@ class ReplaySource:
 
 
 class Replay:
-    """A replay in progress. `slots` are the recovered values by position; parameters and what follows are None."""
+    """A replay in progress. `slots` are the recovered values by position; parameters and what follows are None.
 
-    def __init__(self, source: ReplaySource, skip: frozenset[Site] = frozenset()) -> None:
+    `poison` is what a skipped call gives back.
+    """
+
+    def __init__(self, source: ReplaySource, skip: frozenset[Site] = frozenset(), poison: float = float("nan")) -> None:
         self.source = source
         self.skip = skip
+        self.poison = poison
         self.trace: SiteTrace | None = None
         self.slots: list[Value | None] = [None] * (source.last_needed + 1)
         self._count = 0
         self._skipped_input: Tensor | None = None  # of the site that is being skipped right now
         self._builder: BundleBuilder | None = None
+        self._mismatch: RecoveryMismatch | None = None
 
     def run(self, traced: Sequence[tuple[str, nn.Module]] = ()) -> list[Value | None]:
         """Recovers all slots. `traced` names submodules whose outputs are to be noted in `self.trace`.
@@ -88,9 +93,13 @@ class Replay:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _forbidden))
                 source.inputs.function(*args, **kwargs)
         except EarlyStop:
-            return self.slots
+            pass
         finally:
             self._builder = None  # it holds the nodes of this replay, hence its graph
+        if self._mismatch is not None:  # raised already, but the unit may catch exceptions around its work
+            raise self._mismatch
+        if self._count > source.last_needed:
+            return self.slots
         raise RecoveryMismatch(
             f"{source.label}: the replay saved {self._count} tensors, the forward pass at least "
             f"{source.last_needed + 1}; the unit must do the same work twice (no state that changes between calls)"
@@ -98,17 +107,19 @@ class Replay:
 
     def _pack(self, tensor: Tensor) -> Handle | ParameterRef:
         index = self._count
+        if index > self.source.last_needed:
+            raise EarlyStop  # once more: the unit caught the first one
         self._count = index + 1
-        parameter = parameter_of(tensor)
+        parameter = self.source.inputs.parameter_of(tensor)
         meta = self.source.metas[index]
         if parameter is not None:
             if meta is not None:
-                raise self._mismatch(index, f"a parameter of shape {tuple(tensor.shape)}", meta)
+                raise self._mismatched(index, f"a parameter of shape {tuple(tensor.shape)}", meta)
             return ParameterRef(parameter, tensor)
         if self._skipped_input is not None:
             tensor = _stand_in(tensor, self._skipped_input, meta)
         if meta is None or tensor.shape != meta.shape or tensor.dtype != meta.dtype:
-            raise self._mismatch(index, f"{tensor.dtype} of shape {tuple(tensor.shape)}", meta)
+            raise self._mismatched(index, f"{tensor.dtype} of shape {tuple(tensor.shape)}", meta)
         assert self._builder is not None
         value = self._builder.hold(tensor, index)
         self.slots[index] = value
@@ -118,12 +129,13 @@ class Replay:
             raise EarlyStop
         return Handle(self, index, value)
 
-    def _mismatch(self, index: int, found: str, meta: SlotMeta | None) -> RecoveryMismatch:
+    def _mismatched(self, index: int, found: str, meta: SlotMeta | None) -> RecoveryMismatch:
         expected = "a parameter" if meta is None else f"{meta.dtype} of shape {tuple(meta.shape)}"
-        return RecoveryMismatch(
+        self._mismatch = self._mismatch or RecoveryMismatch(
             f"{self.source.label}: saved tensor {index} of the replay is {found}, the forward pass saved {expected}; "
             "the unit must do the same work twice (no state that changes between calls)"
         )
+        return self._mismatch
 
     # -- sites -----------------------------------------------------------------------------------------------------
 
@@ -142,7 +154,7 @@ class Replay:
 
     def _before(self, calls: _CallCounter) -> Callable[..., Any]:
         def skip_rows(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            if calls.next() not in self.skip:
+            if calls.next() not in self.skip or not args:
                 return None
             self._skipped_input = args[0]
             # The real call on no rows: it saves as many tensors as ever, parameters right, and costs nothing.
@@ -151,15 +163,15 @@ class Replay:
         return skip_rows
 
     def _after(self, calls: _CallCounter) -> Callable[..., Any]:
-        def give_nan(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        def give_poison(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
             if self._skipped_input is None:
                 return None
             shape = (*self._skipped_input.shape[:-1], output.shape[-1])
             self._skipped_input = None
-            nan = output.new_full((1,), float("nan")).requires_grad_(output.requires_grad)
-            return nan.expand(shape)
+            poison = output.new_full((1,), self.poison).requires_grad_(output.requires_grad)
+            return poison.expand(shape)
 
-        return give_nan
+        return give_poison
 
     def _note(self, calls: _CallCounter) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:

@@ -2,8 +2,8 @@
 
 Near a tie, a replay whose router differs in the last bit could choose another expert, and every saved tensor behind
 it would belong to another computation. So the indices that `torch.topk` gave in forward are kept (a few integers per
-token), and in replay they are forced: all other entries of the router's scores are lowered before the same operation
-runs. The host's own router-replay state is not touched.
+token), and in replay they are forced, in the same order: the same operation runs on ranks in place of scores, and its
+values are then read from the replay's own scores. The host's own router-replay state is not touched.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class RoutingTape:
     """The top-k choices of one unit call, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self._choices: list[Tensor] = []
+        self.choices: list[Tensor] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        with _Recorder(self._choices):
+        with _Recorder(self.choices):
             yield
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        with _Forcer(self._choices):
+        with _Forcer(self.choices):
             yield
 
 
@@ -68,18 +68,47 @@ class _Forcer(TorchFunctionMode):
         chosen = next(self.choices, None)
         if chosen is None:
             return func(*args, **kwargs)
-        scores, *rest = args
-        dim = kwargs.get("dim", rest[1] if len(rest) > 1 else -1)
-        largest = kwargs.get("largest", rest[2] if len(rest) > 2 else True)
-        return func(_only_these(scores, chosen, dim, largest), *rest, **kwargs)
+        return _forced_topk(chosen, *args, **kwargs)
 
 
-def _only_these(scores: Tensor, chosen: Tensor, dim: int, largest: bool) -> Tensor:
-    """`scores` with every entry that was not chosen pushed out of reach, as a tensor that asks for a gradient alike.
+def _forced_topk(
+    chosen: Tensor, input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> torch.return_types.topk:
+    """`torch.topk` (its own argument names) that gives the indices `chosen`, and the scores found there.
 
-    It is cut from the replay's graph, which is thrown away: only the values that the replay saves matter.
+    It saves what topk saves, and its values stay in the autograd graph of the scores, for the search for dead work.
     """
+    ranks = _Ranks.apply(input, chosen, dim)
     with torch.no_grad():
-        out_of_reach = float("-inf") if largest else float("inf")
-        forced = torch.full_like(scores, out_of_reach).scatter(dim, chosen, scores.gather(dim, chosen))
-    return forced.requires_grad_(scores.requires_grad)
+        values = input.gather(dim, chosen)
+    result = torch.topk(ranks, k, dim, True, True)
+    return torch.return_types.topk((_Instead.apply(result.values, values), result.indices))
+
+
+class _Ranks(torch.autograd.Function):
+    """For each chosen entry of the scores how early it was chosen (greatest first), 0 for all others."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, chosen: Tensor, dim: int) -> Tensor:
+        count = chosen.shape[dim]
+        shape = [1] * chosen.dim()
+        shape[dim] = count
+        # in float32 whatever the scores are: bfloat16 cannot tell ranks beyond 256 apart
+        order = torch.arange(count, 0, -1, dtype=torch.float32, device=scores.device).view(shape)
+        return torch.zeros_like(scores, dtype=torch.float32).scatter(dim, chosen, order.expand_as(chosen))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("a replay's own graph is never differentiated")
+
+
+class _Instead(torch.autograd.Function):
+    """`values`, at the place of `ranks` in the graph. Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("a replay's own graph is never differentiated")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_hilore.recovery.bundle import Handle, Kept, Value, raw_saved, same_bits
+from ds_hilore.recovery.bundle import Handle, Kept, ParameterRef, Value, raw_saved, same_bits
 
 if TYPE_CHECKING:
     from ds_hilore.recovery.recipes import BundleBuilder
@@ -195,10 +195,12 @@ def _weights_present(node: Any, names: tuple[str, ...], operands: list[Value | N
 def _epsilon(
     builder: BundleBuilder, node: Any, function: Callable[..., Tensor], shape: tuple[int, ...], given: tuple[Value, ...]
 ) -> float | None:
-    """The epsilon whose statistics are the saved ones, bit for bit; found once per unit class and weight position."""
-    key = (builder.unit_class, builder.proofs.signature("norm", *[value.signature for value in given]))
-    if key in builder.proofs.epsilons:
-        return builder.proofs.epsilons[key]
+    """The epsilon whose statistics are the saved ones, bit for bit; found once per weight."""
+    weight = given[1].parameter if len(given) > 1 and type(given[1]) is ParameterRef else None
+    place = (builder.unit_class, builder.proofs.signature("norm", *[value.signature for value in given]))
+    known = builder.proofs.epsilon_of(weight, place)
+    if known is not None:
+        return known
     statistic = raw_saved(node, "result2" if function is F.layer_norm else "result1")
     if type(statistic) is not Handle or type(statistic.value) is not Kept:
         return None
@@ -209,7 +211,7 @@ def _epsilon(
         with torch.no_grad():
             found = _statistic(function, source.tensor, shape, epsilon)
         if same_bits(found, statistic.value.tensor):
-            builder.proofs.epsilons[key] = epsilon
+            builder.proofs.note_epsilon(weight, place, epsilon)
             return epsilon
     return None
 

@@ -6,13 +6,14 @@ R2  What is saved is complete or nothing: a call is either stored (every slot ha
 R3  A value is freed at its last use: it hangs on the object that autograd holds, which autograd lets go when the
     node has run. With `retain_graph` it stays; a second backward without it raises torch's own error.
 R4  From stored a call can become replayed after forward (`drop`), never the other way round (the lattice).
-R5  Parameters are never saved state: by reference, rebound at unpack, and their version is compared.
+R5  Parameters are never saved state: by reference, rebound at unpack. Their versions are compared, at a replay those
+    of all parameters and floating-point buffers of the unit: a replay reads more than what was saved.
 R6  Inputs are held as detached aliases; version and generation (optimizer steps, loaded weights) are compared.
 R7  A unit inside a unit is part of the outer one: it runs plainly, the outer call owns everything.
 R8  A replay takes RNG, autocast and routing of its forward and leaves the streams as it found them.
 R9  Nothing here calls a collective: under ZeRO-3 the unit's parameters are gathered by its leaf module before.
 
-Not supported: double backward through a unit (a replay is not differentiable a second time).
+Not covered: what a unit changes outside of its outputs (running statistics, caches) is changed again by a replay.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from ds_hilore.core.errors import RecoveryError, StateChanged, UsageError
 from ds_hilore.core.types import Action, UnitId
-from ds_hilore.recovery.bundle import Handle, ParameterRef, SlotMeta, Value, kept_tensors, parameter_of, storages
+from ds_hilore.recovery.bundle import Handle, ParameterRef, SlotMeta, Value, kept_tensors, storages
 from ds_hilore.recovery.deadwork import DeadWork
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.recipes import BundleBuilder, RecipeProofs
@@ -45,6 +46,17 @@ def inside_unit() -> bool:
     return _inside_unit.get()
 
 
+@dataclass(frozen=True)
+class ModuleFacts:
+    """What is asked at each call of a unit. `state`: parameters and floating-point buffers, whose edits matter (R5)."""
+
+    has_router: bool = False
+    state: tuple[Tensor, ...] = ()
+
+    def version(self) -> int:
+        return sum([tensor._version for tensor in self.state])
+
+
 @dataclass
 class RecoveryContext:
     """What all unit calls of one controller share. `generation` rises whenever parameters change."""
@@ -57,14 +69,16 @@ class RecoveryContext:
     settle: Callable[[], None] = lambda: None
     timing: Callable[[UnitId], AbstractContextManager[None]] = lambda unit: nullcontext()  # around each replay
     rng_tracker: RngTracker | None = None
-    routers: weakref.WeakKeyDictionary[torch.nn.Module, bool] = field(default_factory=weakref.WeakKeyDictionary)
+    rereading: set[str] = field(default_factory=set)  # unit classes with nodes that unpack a slot more than once
+    _facts: weakref.WeakKeyDictionary[torch.nn.Module, ModuleFacts] = field(default_factory=weakref.WeakKeyDictionary)
 
-    def has_router(self, module: torch.nn.Module | None) -> bool:
+    def facts(self, module: torch.nn.Module | None) -> ModuleFacts:
+        """Looked up once per module."""
         if module is None:
-            return False
-        known = self.routers.get(module)
+            return ModuleFacts()
+        known = self._facts.get(module)
         if known is None:
-            known = self.routers[module] = has_router(module)
+            known = self._facts[module] = ModuleFacts(has_router(module), tuple(_state(module)))
         return known
 
 
@@ -85,10 +99,11 @@ class UnitCall:
         self.action = action
         self.inputs = inputs
         self.generation = context.generation
-        device = inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
         self.tokens = inputs.tokens
-        self.surroundings = Surroundings(device, context.rng_tracker)
-        self.routing = RoutingTape() if context.has_router(inputs.module) else None
+        self.surroundings = Surroundings(inputs.device, context.rng_tracker)
+        self._facts = context.facts(inputs.module)
+        self._version = 0  # of the unit's own state, when its forward ended
+        self.routing = RoutingTape() if self._facts.has_router else None
         self.metas: list[SlotMeta | None] = []
         self.last_needed = -1
         self._builder: BundleBuilder | None = None
@@ -114,10 +129,11 @@ class UnitCall:
                     return function(*args, **kwargs)
         finally:
             self._builder = None
+            self._version = self._facts.version()
             self.inputs.tensors = []  # the originals carry the graph behind them
 
     def _pack(self, tensor: Tensor) -> Handle | ParameterRef:
-        parameter = parameter_of(tensor)
+        parameter = self.inputs.parameter_of(tensor)
         if parameter is not None:
             self.metas.append(None)
             return ParameterRef(parameter, tensor)
@@ -142,29 +158,41 @@ class UnitCall:
         self.action = Action.RECOMPUTE
 
     def held_storages(self) -> dict[int, int]:
-        """Bytes of the stored state by storage address, inputs included."""
+        """Bytes of the stored state by storage address, what a replay needs included."""
         values = [handle.value for reference in self._handles if (handle := reference()) is not None]
-        return storages([*self.inputs.held(), *kept_tensors(values)])
+        return {**self.input_storages(), **storages(kept_tensors(values))}
 
     def input_storages(self) -> dict[int, int]:
-        """Bytes of the inputs alone by storage address: what recompute holds."""
-        return storages(self.inputs.held())
+        """Bytes of inputs and routing by storage address: what recompute holds."""
+        routing = [] if self.routing is None else self.routing.choices
+        return storages([*self.inputs.held(), *routing])
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     def recover(self, index: int) -> Value:
         """The value of a slot that was not kept; replays the unit at the first one."""
         graph = torch._C._current_graph_task_id()
-        if self._recovered is None or self._recovered_for != graph or self._recovered[index] is None:
+        if self._recovered is None or self._recovered_for != graph:
             # Another graph task is another backward (retain_graph), whose own copy must be made anew.
             self._recovered, self._recovered_for = self._replay(), graph
+        elif self._recovered[index] is None:
+            # A custom Function that asks for ctx.saved_tensors again. From now on such units keep what they recover
+            # until their last node has run, so that they are replayed once.
+            self.context.rereading.add(self.unit_class)
+            self._recovered = self._replay()
         value = self._recovered[index]
         if value is None:
             raise RecoveryError(f"{self.label}: the replay did not yield saved tensor {index}; please report this")
-        self._recovered[index] = None
+        if self.unit_class not in self.context.rereading:
+            self._recovered[index] = None
         return value
 
     def _replay(self) -> list[Value | None]:
+        if self._facts.version() != self._version:
+            raise StateChanged(
+                f"{self.label}: a parameter or buffer of the unit was changed in place between forward and backward; "
+                "change it only after the backward pass"
+            )
         source = ReplaySource(
             self.label,
             self.unit_class,
@@ -177,6 +205,11 @@ class UnitCall:
         )
         with _unit_scope(), self.context.timing(self.unit):
             return self.context.dead_work.replay(source)
+
+
+def _state(module: torch.nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from (buffer for buffer in module.buffers() if buffer.is_floating_point())
 
 
 @contextmanager
