@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from ds_hilore.core.host_rules import check_against_ds_json
 from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch, ModelParallelRng
 from ds_hilore.integration.control_plane import control_plane
 from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
+from ds_hilore.integration.gradient_scale import EngineScale
 from ds_hilore.integration.peft import let_embedding_outputs_require_grad
 from ds_hilore.integration.refusals import refuse_engine
 from ds_hilore.integration.reset import reset_update
@@ -36,7 +38,6 @@ from ds_hilore.profiling.clock import clock_for
 from ds_hilore.runtime.budget import RankPlanner
 from ds_hilore.runtime.controller import Controller, ControllerParts
 from ds_hilore.runtime.current import claim, forward_of
-from ds_hilore.runtime.update import GradientScale
 
 _log = logging.getLogger(__name__)
 _INSTALLED = "_hilore_original_initialize"
@@ -52,9 +53,12 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         RankMismatch: ranks were given different configs, models or versions.
     """
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
     original = getattr(deepspeed.initialize, _INSTALLED, deepspeed.initialize)
-    model: nn.Module | None = kwargs.get("model", args[1] if len(args) > 1 else None)
+    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    model: nn.Module | None = given.get("model")
     ds = read_ds_config(args, kwargs)
     config = HiLoReConfig.from_ds_json(ds) if ds is not None else None
     if config is None or model is None:
@@ -64,12 +68,22 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     deps.check_versions()
     notes = check_against_ds_json(config, ds)
     units = find_units(model, config.units)
-    with ExitStack() as stack:
-        if _stage(ds) == 3:
-            stack.enter_context(leaf_units(model, units.modules))
-            let_embedding_outputs_require_grad(model)
-        result = original(*args, **kwargs)
-    attach(result[0], config, ds, units=units, notes=notes)
+    # As `deepspeed.initialize` does: ranks must have met before its first collective on their parameters.
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=given.get("distributed_port", TORCH_DISTRIBUTED_DEFAULT_PORT),
+        dist_init_required=given.get("dist_init_required"),
+    )
+    with ExitStack() as on_failure:
+        plane = _agreed_plane(model, config, ds, units)
+        on_failure.callback(plane.close)
+        with ExitStack() as stack:
+            if _stage(ds) == 3:
+                stack.enter_context(leaf_units(model, units.modules))
+                let_embedding_outputs_require_grad(model)
+            result = original(*args, **kwargs)
+        attach(result[0], config, ds, units=units, notes=notes, plane=plane)
+        on_failure.pop_all()
     return result
 
 
@@ -103,8 +117,13 @@ def attach(
     *,
     units: Units | None = None,
     notes: list[str] | None = None,
+    plane: ControlPlane | None = None,
 ) -> Controller:
     """Gives an initialised engine its controller, as `engine.hilore`. Under ZeRO-3 only `initialize` can call this.
+
+    Args:
+        plane: the control plane to use (another time limit, for example); ranks have agreed on the start on it.
+            Default: one is made and ranks agree. The controller's from here on.
 
     Raises:
         UsageError: the engine has a controller.
@@ -115,14 +134,27 @@ def attach(
         raise UsageError("this engine has a hilore controller already; detach it first")
     refuse_engine(engine)
     units = units or find_units(engine.module, config.units)
-    plane = control_plane()
-    plane.agree("start", fingerprint(engine.module, config, ds, units.names.values()))
-    controller = _controller(engine, config, units, plane)
-    host = AttachedHost(engine, controller, plane, units)
-    host.apply()
+    plane = plane or _agreed_plane(engine.module, config, ds, units)
+    with ExitStack() as on_failure:
+        on_failure.callback(plane.close)
+        scale = EngineScale(engine)
+        controller = _controller(engine, config, units, plane.rank, plane.world_size, scale)
+        on_failure.callback(controller.close)
+        AttachedHost(engine, controller, plane, units, scale).apply()
+        on_failure.pop_all()
     _say_start(engine, config, units, notes or [], plane.rank)
     claim(controller)
     return controller
+
+
+def _agreed_plane(model: nn.Module, config: HiLoReConfig, ds: Mapping[str, Any], units: Units) -> ControlPlane:
+    plane = control_plane()
+    try:
+        plane.agree("start", fingerprint(model, config, ds, units.names.values()))
+    except BaseException:
+        plane.close()
+        raise
+    return plane
 
 
 def detach(engine: Any) -> None:
@@ -140,6 +172,7 @@ class AttachedHost:
     controller: Controller
     plane: ControlPlane
     units: Units
+    scale: EngineScale
 
     def apply(self) -> None:
         """Changes the model, DeepSpeed's checkpoint function and the engine; all or nothing."""
@@ -181,17 +214,20 @@ class AttachedHost:
         self.controller.context.rng_tracker = ModelParallelRng.if_used()
         with forward_of(self.controller):
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
             except BaseException:
                 self._give_up_update()
                 raise
+        self.controller.outputs.mark(result)
+        return result
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args:  # `loss`; the rest goes by name in DeepSpeed's own callers
             kwargs = {**dict(zip(("loss", "retain_graph", "scale_wrt_gas"), args)), **kwargs}
         self.controller.begin_backward()
         try:
-            result = original(**kwargs)
+            with self.scale.backward(kwargs.get("scale_wrt_gas", True)):
+                result = original(**kwargs)
         except BaseException:
             self._give_up_update()
             raise
@@ -232,44 +268,29 @@ class AttachedHost:
             monitor.write_events([(f"Train/hilore/{k}", v, samples) for k, v in self.controller.metrics().items()])
 
 
-def _controller(engine: Any, config: HiLoReConfig, units: Units, plane: ControlPlane) -> Controller:
+def _controller(
+    engine: Any, config: HiLoReConfig, units: Units, rank: int, world_size: int, scale: EngineScale
+) -> Controller:
     device = torch.device(engine.device)
     budget = config.memory_budget
     if isinstance(budget, RankBudgets):
-        budget = budget.for_rank(plane.rank, plane.world_size)
+        budget = budget.for_rank(rank, world_size)
     planner = RankPlanner(
         budget, config.planner.solver, SolverLimits(config.planner.time_limit_s, config.planner.relative_gap)
     )
     known = set(units.modules)
     stage3 = engine.zero_optimization_stage() == 3
     parts = ControllerParts(
-        rank=plane.rank,
+        rank=rank,
         unit_names=units.names,
         planner=planner,
         meter=peak_meter(device),
         clock=clock_for(device),
-        scale=functools.partial(_gradient_scale, engine),
+        scale=scale,
         # Under ZeRO-3 a function that is no leaf module gathers in its replay: all ranks must replay it (fact 16).
         replay_only=(lambda module: module not in known) if stage3 else (lambda module: False),
     )
     return Controller(parts)
-
-
-def _gradient_scale(engine: Any) -> GradientScale:
-    """What the gradient at the log-probabilities carries on top of omega (design section 5 "Scale").
-
-    `engine.backward` divides by the accumulation steps before anything else, or the caller (scale_wrt_gas=False) never
-    multiplied by them. In `loss.backward()` DeepSpeed divides at the engine's outputs, after the log-probabilities.
-    """
-    direct = not engine._running_engine_backward
-    optimizer = engine.optimizer
-    needs_scaler = getattr(optimizer, "needs_scaler", None)
-    loss_scale = float(optimizer.loss_scale) if needs_scaler is not None and needs_scaler() else 1.0
-    return GradientScale(
-        data_parallel=engine.dp_world_size,
-        loss_scale=loss_scale,
-        accumulation=engine.gradient_accumulation_steps() if direct else 1,
-    )
 
 
 def _stage(ds: Mapping[str, Any]) -> int:

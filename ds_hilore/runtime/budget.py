@@ -43,6 +43,7 @@ class RankPlanner:
         self.budget_bytes = 0
         self.infeasible: Infeasible | None = None
         self._background = None if solver is Solver.GREEDY else BackgroundPlanner(partial(solve, limits=limits))
+        self._calibrations = 0
         self._plans: dict[int, Plan] = {}
         self._problems: dict[int, Problem] = {}
         self._base: tuple[int, int, int] = (0, 0, 0)
@@ -55,8 +56,10 @@ class RankPlanner:
             profiles: of every number of tokens in `baseline.phases`.
         """
         self.budget_bytes = self.budget.bytes_on(baseline.device_bytes, baseline.peak_bytes)
+        self._calibrations += 1
         self._plans.clear()
         self._problems.clear()
+        self.infeasible = None
         forward = loss = backward = 0
         for phase in baseline.phases:
             empty = evaluate(_problem(profiles[phase.tokens], 0, (0, 0, 0)), {})
@@ -73,7 +76,7 @@ class RankPlanner:
         fits, all-R is the plan (nothing needs less) and `infeasible` says what is missing.
         """
         if self._background is not None:
-            solved = self._background.best(tokens)
+            solved = self._background.best((self._calibrations, tokens))
             if solved is not None:
                 return solved
         plan = self._plans.get(tokens)
@@ -91,7 +94,7 @@ class RankPlanner:
             units = [profile.unit for profile in profiles]
             return all_units(units, Action.RECOMPUTE)
         if self._background is not None:
-            self._background.submit(tokens, problem)
+            self._background.submit((self._calibrations, tokens), problem)
         return result
 
     def problem_for(self, tokens: int) -> Problem | None:
@@ -118,15 +121,14 @@ def all_units(units: list[UnitId], action: Action) -> Plan:
     return Plan(choice=dict.fromkeys(units, action.letter), actions=dict.fromkeys(units, action))
 
 
+@dataclass(frozen=True)
 class UniformPlan(Plan):
     """Every unit gets the same action, known or not."""
 
-    def __init__(self, action: Action) -> None:
-        super().__init__()
-        object.__setattr__(self, "action", action)
+    action: Action = Action.RECOMPUTE
 
     def action_of(self, unit: UnitId) -> Action:
-        return self.action  # type: ignore[attr-defined]
+        return self.action
 
 
 def _problem(profiles: tuple[UnitProfile, ...], budget_bytes: int, base: tuple[int, int, int]) -> Problem:

@@ -35,7 +35,9 @@ from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
 from ds_hilore.runtime.baseline import BaselineMeter
 from ds_hilore.runtime.budget import RankPlanner, UniformPlan, all_units, shape_class
 from ds_hilore.runtime.microbatch import Microbatch, footprints
-from ds_hilore.runtime.update import Coefficients, GradientScale, MicrobatchFacts, Source
+from ds_hilore.runtime.observe import as_rows, call_with_gradient, check_observable
+from ds_hilore.runtime.outputs import OutputMarks
+from ds_hilore.runtime.update import Announcements, Coefficients, GradientScale, MicrobatchFacts, Source
 
 _log = logging.getLogger(__name__)
 
@@ -66,14 +68,20 @@ class Bypass(Enum):
 
 @dataclass(frozen=True)
 class ControllerParts:
-    """What a controller is built from. `unit_names`: path and class label of every unit module."""
+    """What a controller is built from.
+
+    Args:
+        unit_names: path and class label of every unit module.
+        scale: what a gradient carries on top of omega right now; told whether it has passed the engine's outputs.
+        replay_only: function-style units (their module, or None) that may not be stored.
+    """
 
     rank: int
     unit_names: Mapping[nn.Module, tuple[str, str]]
     planner: RankPlanner
     meter: PeakMeter
     clock: Clock
-    scale: Callable[[], GradientScale]
+    scale: Callable[[bool], GradientScale]
     replay_only: Callable[[nn.Module | None], bool] = lambda module: False
 
 
@@ -93,6 +101,7 @@ class Controller:
         self.update = 0
         self.measurements = Measurements()
         self.microbatch = Microbatch()
+        self.outputs = OutputMarks()
         self.dead: dict[str, frozenset[Site]] = {}
         self.context = RecoveryContext(rank=parts.rank, dead_work=DeadWork(report=self._note_dead))
         self.context.settle = self.settle
@@ -100,8 +109,10 @@ class Controller:
         self._forced: Plan | Action | None = None
         self._bypass = Bypass.NONE
         self._host_checkpoint: Checkpoint | None = None
-        self._announced: list[MicrobatchFacts] = []
-        self._next_facts: MicrobatchFacts | None = None
+        self._announced = Announcements()
+        self._sampled: set[str] = set()  # classes that were stored once, or would not be
+        self._in_forward = False
+        self._awaits_unit = False  # the forward that runs has begun a microbatch but no unit yet
 
     # -- public ----------------------------------------------------------------------------------------------------
 
@@ -123,6 +134,7 @@ class Controller:
         if plan is Action.COMPRESS:
             raise UsageError("compression is not available yet; force store or recompute")
         self._forced = plan
+        self._baseline.abort()  # an update that is not all-R from end to end tells nothing
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -138,6 +150,7 @@ class Controller:
 
     @contextmanager
     def _bypassing(self, bypass: Bypass, function: Checkpoint | None) -> Iterator[None]:
+        self._baseline.abort()
         before = self._bypass, self._host_checkpoint
         self._bypass, self._host_checkpoint = bypass, function
         try:
@@ -147,13 +160,30 @@ class Controller:
 
     def announce_update(self, microbatches: list[MicrobatchFacts]) -> None:
         """All microbatches of this rank's next update (begin_update)."""
-        self._announced = list(microbatches)
+        self._announced.announce_update(microbatches)
 
     def announce_microbatch(self, facts: MicrobatchFacts) -> None:
         """The next microbatch (begin_microbatch); takes precedence over what `announce_update` said of it."""
-        self._next_facts = facts
+        self._announced.announce_microbatch(facts)
 
     # -- forward ---------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward with grad begins: of the microbatch in hand where that waits for its backward, else of a new one.
+
+        Told once per forward, since a unit that saves nothing leaves no trace of the microbatch that it began.
+        """
+        self._in_forward = True
+        self._awaits_unit = self.starts_microbatch
+        if self._awaits_unit:
+            self._finish_microbatch()
+            self.microbatch = Microbatch()
+            if self._bypass is not Bypass.NONE:  # its units do not come here, and it is a microbatch all the same
+                self.microbatch.facts = self._announced.take()
+
+    def end_forward(self) -> None:
+        self._in_forward = False
+        self._awaits_unit = False
 
     def run_unit(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of a unit within the engine's forward, as the plan says."""
@@ -163,7 +193,7 @@ class Controller:
             assert self._host_checkpoint is not None
             return self._host_checkpoint(function, *args, **kwargs)
         inputs = UnitInputs.capture(function, args, kwargs)
-        if self.starts_microbatch:
+        if self._awaits_unit:
             self._begin_microbatch(inputs.tokens)
         module = inputs.module
         name, unit_class = self._name(module, function)
@@ -171,6 +201,7 @@ class Controller:
         unit = UnitId(name, batch.counts[name])
         batch.counts[name] += 1
         action = Action.RECOMPUTE if self.parts.replay_only(module) else batch.plan.action_of(unit)
+        batch.ran[unit] = action
         call = UnitCall(self.context, unit, unit_class, action, inputs)
         batch.calls.append(weakref.ref(call))
         return call.run(function, args, kwargs)
@@ -189,19 +220,16 @@ class Controller:
         return name, name
 
     def _begin_microbatch(self, tokens: int) -> None:
-        self._finish_microbatch()
+        self._awaits_unit = False
         self.phase = Phase.FORWARD
         self.context.settled = False
-        facts, self._next_facts = self._next_facts, None
-        if facts is None and self._announced:
-            facts = self._announced.pop(0)
-        elif self._announced:
-            self._announced.pop(0)
-        self.microbatch = Microbatch(tokens=tokens, facts=facts)
-        self.microbatch.plan = self._choose(tokens)
+        batch = self.microbatch
+        batch.tokens = tokens
+        batch.facts = self._announced.take()
+        batch.plan = self._choose(tokens)
         if self.stage is Stage.MEASURE_R:
             self.context.timing = self._timed_replay
-            if self.update == 1 and self._forced is None:
+            if self.update > 0 and self._forced is None:  # optimizer state exists after the first update
                 self._baseline.begin(tokens)
 
     def _choose(self, tokens: int) -> Plan:
@@ -209,7 +237,7 @@ class Controller:
         if isinstance(self._forced, Plan):
             return self._forced
         if self._forced is not None:
-            return UniformPlan(self._forced)
+            return UniformPlan(action=self._forced)
         if self.stage is Stage.PLANNED:
             size = shape_class(tokens)
             return self.parts.planner.plan_for(size, self.measurements.profiles(size))
@@ -219,9 +247,10 @@ class Controller:
 
     def _sampling_plan(self) -> Plan:
         """Stores the last unit of each class that was never stored: the least memory that tells its bytes."""
+        wanted = frozenset(self.measurements.unmeasured_classes() - self._sampled)
+        self.microbatch.sampled = wanted
         last = {unit_class: unit for unit, unit_class in self.measurements.roster}
-        units = [unit for unit_class, unit in last.items() if unit_class in self.measurements.unmeasured_classes()]
-        return all_units(units, Action.STORE)
+        return all_units([unit for unit_class, unit in last.items() if unit_class in wanted], Action.STORE)
 
     # -- loss ------------------------------------------------------------------------------------------------------
 
@@ -233,22 +262,20 @@ class Controller:
         """Reads omega as the gradient at `logps`, when the real backward gets there: before any unit is unpacked.
 
         Raises:
-            UsageError: no gradient reaches these log-probabilities.
+            UsageError: no gradient reaches these log-probabilities, or shapes do not fit.
         """
-        if not logps.requires_grad:
-            raise UsageError(
-                "observe_logps: these log-probabilities carry no gradient; pass the ones that the loss is made from, "
-                "in a forward with grad"
-            )
+        check_observable(logps, mask)
         batch = self.microbatch
+        # Inside the forward, what is observed lies on the way to the outputs, or will be one.
+        passed_outputs = self._in_forward or not self.outputs.follow(logps)
 
         def receive(gradient: Tensor) -> None:
-            omega = gradient.detach() / self.parts.scale().factor
-            batch.coefficients.append(Coefficients(omega, Source.GRADIENT, mask))
+            omega = self.parts.scale(passed_outputs).omega(gradient)
+            batch.coefficients.append(Coefficients(as_rows(omega), Source.GRADIENT, as_rows(mask)))
             if batch is self.microbatch:
                 self.settle()
 
-        logps.register_hook(receive)
+        call_with_gradient(logps, receive)
 
     def settle(self) -> None:
         """Applies the final plan, once per microbatch: at the loss hook, else at the first unpack.
@@ -280,8 +307,10 @@ class Controller:
     def _finish_microbatch(self) -> None:
         if self.phase is Phase.BACKWARD:
             self._baseline.end()
-            if self.stage is Stage.MEASURE_H and self._forced is None and not self.measurements.unmeasured_classes():
-                self._calibrate()
+            if self.microbatch.sampled is not None:
+                self._sampled |= self.microbatch.sampled
+                if not self.measurements.unmeasured_classes() - self._sampled:
+                    self._calibrate()
         self.phase = Phase.IDLE
         self.context.settled = True
         self.context.timing = lambda unit: nullcontext()
@@ -314,6 +343,7 @@ class Controller:
         self.context.settled = True
         self.context.timing = lambda unit: nullcontext()
         self._baseline.abort()
+        self._announced.restart()
         self.microbatch = Microbatch()
 
     @property
@@ -322,35 +352,36 @@ class Controller:
         return self.phase is not Phase.FORWARD or not self._is_continued()
 
     def progress(self) -> dict[str, Any]:
-        """What all ranks must agree on before a microbatch."""
+        """What all ranks must agree on before a microbatch. Not the stage: a rank may lack a class of units."""
         return {
             "update": self.update,
             "announced microbatches": len(self._announced),
-            "stage": self.stage.value,
             "forced": self._forced is not None,
         }
 
     def metrics(self) -> dict[str, float]:
         """Figures of the newest microbatch for monitors; bytes and seconds as the plan predicts them."""
-        plan = self.plan
+        plan, actions = self.plan, list(self.microbatch.ran.values())
         return {
-            "stored_units": plan.count(Action.STORE),
-            "replayed_units": len(plan.actions) - plan.count(Action.STORE),
+            "stored_units": actions.count(Action.STORE),
+            "replayed_units": actions.count(Action.RECOMPUTE),
             "saved_seconds": plan.saved_seconds,
             "predicted_peak_bytes": plan.peak_bytes,
             "budget_bytes": self.budget_bytes,
         }
 
     def close(self) -> None:
+        self._baseline.abort()
         self.parts.planner.close()
 
     # -- observations ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def _timed_replay(self, unit: UnitId) -> Iterator[None]:
+        receive = self.measurements.replay_receiver(unit)
         started = self.parts.clock.start()
         yield
-        self.parts.clock.stop(started, lambda seconds: self.measurements.note_replay(unit, seconds))
+        self.parts.clock.stop(started, receive)
 
     def _note_dead(self, unit_class: str, dead: frozenset[Site]) -> None:
         self.dead[unit_class] = dead

@@ -31,9 +31,11 @@ _latest: ContextVar[weakref.ref[Controller] | None] = ContextVar("ds_hilore_late
 def forward_of(controller: Controller) -> Iterator[None]:
     """The forward of the controller's engine runs inside."""
     token = _running.set(controller)
+    controller.begin_forward()
     try:
         yield
     finally:
+        controller.end_forward()
         _running.reset(token)
         _latest.set(weakref.ref(controller))
 

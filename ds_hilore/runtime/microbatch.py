@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ds_hilore.core.types import Action, Plan
+from ds_hilore.core.types import Action, Plan, UnitId
 from ds_hilore.profiling.measure import UnitFootprint
 from ds_hilore.recovery.unit import UnitCall
 from ds_hilore.runtime.update import Coefficients, MicrobatchFacts
@@ -14,10 +14,12 @@ from ds_hilore.runtime.update import Coefficients, MicrobatchFacts
 
 @dataclass
 class Microbatch:
-    """The units of one microbatch so far."""
+    """The units of one microbatch so far. `sampled`: classes of which its plan stores a unit to measure it."""
 
     calls: list[weakref.ref[UnitCall]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    ran: dict[UnitId, Action] = field(default_factory=dict)
+    sampled: frozenset[str] | None = None
     tokens: int = 0
     plan: Plan = field(default_factory=Plan)
     facts: MicrobatchFacts | None = None
@@ -28,15 +30,21 @@ class Microbatch:
 
 
 def footprints(calls: list[UnitCall]) -> list[UnitFootprint]:
-    """Bytes that each call adds to those before it. Reads addresses only; nothing is copied or waited for."""
-    seen: set[int] = set()
+    """Bytes that each call adds to those before it. Reads addresses only; nothing is copied or waited for.
+
+    An input that several calls hold (a mask, a rotary table) belongs to none of them: no plan frees it, so it is part
+    of what stays.
+    """
+    inputs = [call.input_storages() for call in calls]
+    holders = Counter(address for held in inputs for address in held)
+    seen = {address for address, count in holders.items() if count > 1}
     found: list[UnitFootprint] = []
-    for call in calls:
-        inputs = _new_bytes(call.input_storages(), seen)
+    for call, held in zip(calls, inputs):
+        input_bytes = _new_bytes(held, seen)
         stored = None
         if call.action is Action.STORE:
-            stored = inputs + _new_bytes(call.held_storages(), seen)
-        found.append(UnitFootprint(call.unit, call.unit_class, call.tokens, inputs, stored))
+            stored = input_bytes + _new_bytes(call.held_storages(), seen)
+        found.append(UnitFootprint(call.unit, call.unit_class, call.tokens, input_bytes, stored))
     return found
 
 

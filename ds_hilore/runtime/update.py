@@ -54,6 +54,44 @@ def announced_microbatches(
     return [MicrobatchFacts(a, m, num_tokens, w) for a, m, w in zip(advantages, masks, per_batch, strict=True)]
 
 
+class Announcements:
+    """What the host told of one update's microbatches, handed out one entry each in their order."""
+
+    def __init__(self) -> None:
+        self._update: list[MicrobatchFacts] = []
+        self._taken = 0
+        self._next: MicrobatchFacts | None = None
+
+    def __len__(self) -> int:
+        """Microbatches of the update as announced, those already begun included."""
+        return len(self._update)
+
+    def announce_update(self, microbatches: Sequence[MicrobatchFacts]) -> None:
+        self._update = list(microbatches)
+        self._taken = 0
+
+    def announce_microbatch(self, facts: MicrobatchFacts) -> None:
+        self._next = facts
+
+    def take(self) -> MicrobatchFacts | None:
+        """Facts of the microbatch that begins now: its own announcement, else its entry of the update's."""
+        facts, self._next = self._next, None
+        if self._taken < len(self._update):
+            facts = facts or self._update[self._taken]
+            self._taken += 1
+        return facts
+
+    def restart(self) -> None:
+        """The update begins again at its first microbatch."""
+        self._taken = 0
+        self._next = None
+
+    def clear(self) -> None:
+        """The update is over."""
+        self._update = []
+        self.restart()
+
+
 class Source(Enum):
     """Where coefficients came from."""
 
@@ -81,15 +119,16 @@ class GradientScale:
 
     Attributes:
         data_parallel: ranks whose gradients are averaged; the caller multiplied the loss by them.
-        loss_scale: of fp16 training.
-        accumulation: steps still to be divided away: those by which the caller multiplied and that the entry point
-            has not divided by yet where the hook sits.
+        loss_scale: of fp16 training; a 0-dim tensor where the host keeps it on the device (nothing waits for it).
+        accumulation: what the caller multiplied by for accumulation, over what the host has divided by where the hook
+            sits.
     """
 
     data_parallel: int = 1
-    loss_scale: float = 1.0
-    accumulation: int = 1
+    loss_scale: float | Tensor = 1.0
+    accumulation: float = 1.0
 
-    @property
-    def factor(self) -> float:
-        return self.data_parallel * self.loss_scale * self.accumulation
+    def omega(self, gradient: Tensor) -> Tensor:
+        """The token coefficients in `gradient`, in float32 or wider: a loss scale is taken out without underflow."""
+        wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
+        return wide / (self.loss_scale * (self.data_parallel * self.accumulation))
