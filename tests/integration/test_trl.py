@@ -1,0 +1,103 @@
+"""TRL's GRPOTrainer on two ranks, unchanged but for `install()` and the block: losses and norms stay what they are."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+pytest.importorskip("trl", reason="TRL is not installed")
+HERE = "tests.integration.test_trl"
+UPDATES = 4
+
+
+def train(folder: str, stage: int, block: bool) -> dict[str, Any]:
+    """Four updates; real sampling, rewards by length, checkpointing on, batch sizes by "auto"."""
+    import os
+
+    import ds_hilore
+    from ds_hilore.core.types import Action
+
+    if block:
+        ds_hilore.install()
+    trainer = _trainer(Path(folder), stage, block, rank=int(os.environ["RANK"]))
+    trainer.train()
+    controller = getattr(trainer.model_wrapped, "hilore", None)
+    return {
+        "logged": [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log],
+        "stored": None if controller is None else controller.plan.count(Action.STORE),
+    }
+
+
+def _trainer(folder: Path, stage: int, block: bool, rank: int) -> Any:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    }
+    if block:
+        settings["hilore"] = {"memory_budget": "2x"}
+    config = GRPOConfig(
+        output_dir=str(folder / f"out{rank}"),
+        use_cpu=True,
+        bf16=False,
+        deepspeed=settings,
+        gradient_checkpointing=True,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=12,
+        max_steps=UPDATES,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=1,
+    )
+    return GRPOTrainer(
+        model=str(folder / "model"),
+        args=config,
+        reward_funcs=lambda completions, **_: [float(len(set(text)) % 5) for text in completions],
+        train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(32)]}),
+        peft_config=LoraConfig(r=4, target_modules="all-linear"),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.models import VOCAB, llama
+
+    path = tmp_path_factory.mktemp("trl")
+    words = {word: number for number, word in enumerate(["<pad>", "<end>", *(f"w{i}" for i in range(VOCAB - 2))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    fast.save_pretrained(path / "model")
+    llama().save_pretrained(path / "model")  # type: ignore[operator]
+    return path
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_losses_and_norms_are_those_of_trl_alone(folder: Path, stage: int) -> None:
+    alone = run_ranks(f"{HERE}:train", folder=str(folder), stage=stage, block=False)
+    ours = run_ranks(f"{HERE}:train", folder=str(folder), stage=stage, block=True)
+    for rank in range(2):
+        assert alone[rank]["stored"] is None
+        assert ours[rank]["stored"] == 3, "the plan did not take effect"
+        assert len(ours[rank]["logged"]) == UPDATES
+        assert any(norm > 0 for _, norm in ours[rank]["logged"]), "nothing was learnt, so nothing was compared"
+        for (loss, norm), (plain_loss, plain_norm) in zip(ours[rank]["logged"], alone[rank]["logged"], strict=True):
+            assert math.isclose(loss, plain_loss, rel_tol=1e-6, abs_tol=1e-8)
+            assert math.isclose(norm, plain_norm, rel_tol=2e-6, abs_tol=1e-8)
