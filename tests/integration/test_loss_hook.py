@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import ds_hilore
-from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Action
 from ds_hilore.objective import grpo
 from ds_hilore.runtime.controller import Phase
 from ds_hilore.runtime.update import Source
 from tests.engines import config, difference, gradients
-from tests.models import batch, llama
+from tests.models import batch, decoder_layers, llama
 from tests.ranks import RankPool
 
 HERE = "tests.integration.test_loss_hook"
@@ -169,3 +167,275 @@ def test_omega_is_one_number(ranks: RankPool, one_rank: RankPool, world: int, st
                 expected = expected_omega(rank, micro)
                 distance = float((omega - expected).norm() / expected.norm())
                 assert distance < 1e-6, f"{where}: {distance:.1e}"
+
+
+# ------------------------------------------------------------------------------------------------ when
+
+
+def noted_order(engine: Any, when_settled: Callable[[], None] = lambda: None) -> list[str]:
+    """A list that fills with what happens in the next backward: "settle", and "unit" as the gradient reaches one."""
+    controller, events = engine.hilore, []
+    settle = controller.settle
+
+    def noting() -> None:
+        if not controller.context.settled:
+            events.append("settle")
+            settle()
+            when_settled()
+
+    controller.settle = controller.context.settle = noting
+    for layer in decoder_layers(engine.module):
+        layer.register_full_backward_pre_hook(lambda *_: events.append("unit"))
+    return events
+
+
+def order(stage: int, told: str, direct: bool = False) -> list[str]:
+    engine = hilore_engine(stage)
+    events = noted_order(engine)
+    rank = torch.distributed.get_rank()
+    ids = ids_of(rank, 0)
+    if told == "untold":
+        loss = grpo.grpo_loss(engine(ids), **facts(ids, 0), config=LOSS)
+    else:
+        loss = loss_of(engine, rank, 0, told, "logps")
+    assert engine.hilore.phase is Phase.FORWARD and not events
+    run_backward(engine, loss, "direct" if direct else "backward")
+    return events
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_plan_is_settled_before_any_unit(ranks: RankPool, stage: int) -> None:
+    for events in ranks.run(f"{HERE}:order", stage=stage, told="gradient"):
+        assert events == ["settle", "unit", "unit"]
+    for events in ranks.run(f"{HERE}:order", stage=stage, told="formula"):
+        assert events == ["settle", "unit", "unit"]
+
+
+def test_plan_is_settled_at_the_first_unpack_where_no_loss_tells(ranks: RankPool) -> None:
+    for direct in (True, False):
+        for events in ranks.run(f"{HERE}:order", stage=2, told="untold", direct=direct):
+            assert events == ["unit", "settle", "unit"]
+
+
+def dropped_at_the_hook(stage: int) -> dict[str, Any]:
+    """Gradients where all units are stored, and where they are until the hook: it drops all, or one, on each rank."""
+    engine = hilore_engine(stage)
+    controller, rank = engine.hilore, torch.distributed.get_rank()
+    controller.force(Action.STORE)
+    replays: list[str] = []
+    found = []
+    dropped: list[int] = []
+
+    def drop() -> None:
+        calls = controller.microbatch.alive()
+        for call in calls if rank == 0 else calls[:1]:
+            before = sum(call.held_storages().values())
+            call.drop()
+            dropped.append(before - sum(call.held_storages().values()))
+
+    for when_settled in (lambda: None, drop):
+        noted_order(engine, when_settled)
+        loss = loss_of(engine, rank, 0, "gradient", "logps")
+        for call in controller.microbatch.alive():
+            replay = call._replay
+            call._replay = lambda name=str(call.unit), replay=replay: (replays.append(name), replay())[1]
+        run_backward(engine, loss, "backward")
+        found.append(gradients(engine))
+        engine.step()
+    stored, mixed = found
+    return {
+        "bitwise": all(torch.equal(stored[name], mixed[name]) for name in stored),
+        "norm": min(float(g.norm()) for g in stored.values()),
+        "replays": sorted(replays),
+        "freed": dropped,
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_store_becomes_recompute_at_the_hook(ranks: RankPool, stage: int) -> None:
+    first, second = ranks.run(f"{HERE}:dropped_at_the_hook", stage=stage)
+    layers = ["model.model.layers.0", "model.model.layers.1"]
+    assert (first["replays"], second["replays"]) == (layers, layers[:1])
+    for seen in (first, second):
+        assert seen["bitwise"] and seen["norm"] > 0
+        assert seen["freed"] and min(seen["freed"]) > 0
+
+
+# ------------------------------------------------------------------------------------------------ several engines
+
+
+def actor_and_critic() -> dict[str, Any]:
+    """Interleaved forwards of two engines; to whom coefficients go, and both gradients against engines alone."""
+    ids = ids_of(torch.distributed.get_rank(), 0)
+
+    def gradient_alone(layers: int) -> dict[str, Tensor]:
+        engine = hilore_engine(1, model=Actor(layers))
+        engine.backward(grpo.grpo_loss(engine(ids), **facts(ids, 0), config=LOSS))
+        return gradients(engine)
+
+    alone = [gradient_alone(2), gradient_alone(3)]
+    actor, critic = hilore_engine(1, model=Actor(2)), hilore_engine(1, model=Actor(3))
+    engines = [actor, critic]
+    counts = []
+
+    def count() -> None:
+        counts.append([len(engine.hilore.coefficients) for engine in engines])
+
+    outputs = [engine(ids) for engine in engines]
+    losses = [ds_hilore.grpo_loss(outputs[0], **facts(ids, 0), config=LOSS, engine=actor)]
+    count()
+    losses.append(ds_hilore.grpo_loss(outputs[1], **facts(ids, 0), config=LOSS))  # the latest forward is the critic's
+    count()
+    ds_hilore.observe_logps(outputs[0], engine=actor)
+    ds_hilore.observe_logps(outputs[1])
+    for engine, loss in zip(reversed(engines), reversed(losses)):
+        engine.backward(loss)
+        count()
+    expected = [expected_omega(torch.distributed.get_rank(), 0), None]
+    omegas = [[c.omega for c in engine.hilore.coefficients] for engine in engines]
+    return {
+        "counts": counts,
+        "errors": [difference(gradients(e), single) for e, single in zip(engines, alone)],
+        "actor": max(float((o - expected[0]).norm() / expected[0].norm()) for o in omegas[0]),
+        "critic": float((omegas[1][0] - omegas[1][1]).norm() / omegas[1][0].norm()),
+        "phases": [engine.hilore.phase.value for engine in engines],
+    }
+
+
+def test_two_engines_in_one_process(one_rank: RankPool) -> None:
+    (seen,) = one_rank.run(f"{HERE}:actor_and_critic")
+    assert seen["counts"] == [[1, 0], [1, 1], [1, 2], [2, 2]]
+    assert seen["errors"] == [0.0, 0.0]
+    assert seen["actor"] < 1e-6 and seen["critic"] < 1e-6
+    assert seen["phases"] == ["idle", "idle"]
+
+
+# ------------------------------------------------------------------------------------------------ announcements
+
+
+def announced(stage: int) -> dict[str, Any]:
+    """Which facts each microbatch of two updates got: num_tokens tells the entries apart."""
+    engine = hilore_engine(stage, accumulation=3)
+    rank, seen = torch.distributed.get_rank(), []
+
+    def microbatch(micro: int) -> None:
+        ids = ids_of(rank, micro)
+        with torch.no_grad():
+            engine(ids)
+        engine.eval()
+        engine(ids)  # with grad, but transformers does not checkpoint in eval(): no unit runs
+        engine.train()
+        loss = grpo.grpo_loss(engine(ids), **facts(ids, micro), config=LOSS)
+        told = engine.hilore.microbatch.facts
+        seen.append(None if told is None else (float(told.num_tokens), float(told.advantages.sum())))
+        engine.backward(loss)
+        engine.step()
+
+    masks = [torch.ones(2, 15) for _ in range(3)]
+    ds_hilore.begin_update([torch.full((2,), float(k)) for k in range(3)], masks, 7.0)
+    for micro in range(3):
+        if micro == 1:
+            ds_hilore.begin_microbatch(torch.full((2, 1), 9.0), masks[1], 8.0, engine=engine)
+        microbatch(micro)
+    for micro in range(3):
+        microbatch(micro)
+    return {"seen": seen}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_facts_arrive_at_their_microbatch(ranks: RankPool, stage: int) -> None:
+    for seen in ranks.run(f"{HERE}:announced", stage=stage):
+        assert seen["seen"] == [(7.0, 0.0), (8.0, 18.0), (7.0, 4.0), None, None, None]
+
+
+# ------------------------------------------------------------------------------------------------ ends of microbatches
+
+
+def backward_twice(stage: int, action: Action) -> dict[str, Any]:
+    """`engine.backward(retain_graph=True)` and again without it; the oracle does the same with the plain model.
+
+    DeepSpeed's affair: ZeRO-1 keeps the second backward's gradients alone, and ZeRO-3 cannot do it (parameters are not
+    gathered again).
+    """
+    engine = hilore_engine(stage)
+    engine.hilore.force(action)
+    rank = torch.distributed.get_rank()
+
+    def twice() -> tuple[dict[str, Tensor], Tensor]:
+        loss = loss_of(engine, rank, 0, "formula", "logps")
+        engine.backward(loss, retain_graph=True)
+        engine.backward(3 * loss)
+        found = gradients(engine)
+        engine.step()
+        return found, loss
+
+    with engine.hilore.paused():
+        expected, _ = twice()
+    found, loss = twice()
+    try:
+        (2 * loss).backward()
+        third = ""
+    except RuntimeError as error:
+        third = str(error)
+    return {
+        "bitwise": all(torch.equal(found[name], expected[name]) for name in expected),
+        "norm": min(float(g.norm()) for g in expected.values()),
+        "third": third,
+    }
+
+
+@pytest.mark.parametrize("action", [Action.STORE, Action.RECOMPUTE])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_retained_graph(ranks: RankPool, stage: int, action: Action) -> None:
+    for seen in ranks.run(f"{HERE}:backward_twice", stage=stage, action=action):
+        assert seen["bitwise"] and seen["norm"] > 0
+        assert "backward through the graph a second time" in seen["third"]
+
+
+def direct_backward() -> list[str]:
+    """Phases and replayed units around microbatches whose backward is torch's own."""
+    engine = hilore_engine(2, accumulation=2)
+    seen = []
+
+    def phase() -> None:
+        seen.append(engine.hilore.phase.value)
+
+    for micro in range(2):
+        loss = loss_of(engine, torch.distributed.get_rank(), micro, "gradient", "logps")
+        phase()
+        loss.backward()
+        phase()
+        if micro == 1:
+            engine.step()
+            phase()
+        else:
+            engine.step()  # no boundary: nothing is over for the controller
+            phase()
+    return seen
+
+
+def test_direct_backward_is_finished_by_the_next_forward_or_step(ranks: RankPool) -> None:
+    for seen in ranks.run(f"{HERE}:direct_backward"):
+        assert seen == ["forward", "backward", "backward", "forward", "backward", "idle"]
+
+
+def monitored(folder: str) -> dict[str, list[str]]:
+    csv = {"enabled": True, "output_path": folder, "job_name": "job"}
+    engine = hilore_engine(1, csv_monitor=csv, steps_per_print=1)
+    engine.hilore.force(Action.STORE)
+    for _ in range(2):
+        engine.backward(loss_of(engine, torch.distributed.get_rank(), 0, "formula", "logps"))
+        engine.step()
+    ds_hilore.detach(engine)
+    return engine.dp_world_size
+
+
+def test_metrics_reach_the_monitor(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(f"{HERE}:monitored", folder=str(tmp_path)) == [2, 2]
+    files = {path.name: path.read_text().splitlines() for path in (tmp_path / "job").glob("*hilore*")}
+    stem = "Train_hilore_{}.csv"
+    names = ["stored_units", "replayed_units", "saved_seconds", "predicted_peak_bytes", "budget_bytes"]
+    assert sorted(files) == sorted(stem.format(name) for name in names)
+    rows = files[stem.format("stored_units")]
+    assert [row.split(",")[1] for row in rows[1:]] == ["2", "2"]  # once per update, by rank 0 alone
+    assert [row.split(",")[1] for row in files[stem.format("replayed_units")][1:]] == ["0", "0"]
