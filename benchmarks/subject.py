@@ -112,7 +112,7 @@ def one_rank_environment() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def engine_for(model: nn.Module, stage: int = 0) -> Any:
+def engine_for(model: nn.Module, budget: str, stage: int = 0) -> Any:
     """A one-rank hilore engine with learning rate 0: the optimizer steps, the parameters stay."""
     import ds_hilore
 
@@ -122,7 +122,7 @@ def engine_for(model: nn.Module, stage: int = 0) -> Any:
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True}},
         "steps_per_print": 10**9,
-        "hilore": {"memory_budget": "1.0x"},
+        "hilore": {"memory_budget": budget},
     }
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = ds_hilore.initialize(model=model, model_parameters=trainable, config=config)

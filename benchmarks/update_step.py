@@ -5,7 +5,7 @@
 
 Methods take turns; ratios are taken within a turn and given as medians with bootstrap intervals. Peaks are physical
 (design fact 20) and come from turns of their own. "checkpointing" is torch's non-reentrant one with the same loss code;
-"hilore all-R" replays every unit, "hilore all-H" stores every unit.
+"hilore all-R" replays every unit, "hilore all-H" stores every unit, "hilore BUDGET" follows its plan.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ds_hilore.core.types import Action
 from ds_hilore.memory.glibc import tight_malloc, trim
 from ds_hilore.memory.meter import peak_meter
 from ds_hilore.objective.grpo import GRPOLossConfig
+from ds_hilore.runtime.controller import Stage
 from examples.arithmetic.model import convert_packaged_model, default_cache_dir, packaged_model
 
 BASE = "checkpointing"
@@ -57,7 +58,7 @@ class Record:
 class Bench:
     """One engine, one microbatch, several ways to recover saved state."""
 
-    def __init__(self, engine: Any, batch: Batch) -> None:
+    def __init__(self, engine: Any, batch: Batch, budget: str) -> None:
         self.engine = engine
         self.batch = batch
         self.methods: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
@@ -65,7 +66,16 @@ class Bench:
             BASE: lambda: engine.hilore.host_checkpointing(partial(checkpoint, use_reentrant=False)),
             "hilore all-R": lambda: self._forced(Action.RECOMPUTE),
             "hilore all-H": lambda: self._forced(Action.STORE),
+            f"hilore {budget}": contextlib.nullcontext,
         }
+
+    def learn(self) -> None:
+        """The first updates of a run: two that replay and measure, one that stores, then a solved plan."""
+        hilore = self.engine.hilore
+        while hilore.stage is not Stage.PLANNED:
+            self.update(list(self.methods)[-1])
+        self.update(list(self.methods)[-1])
+        hilore.parts.planner.wait(timeout_s=60)
 
     @contextlib.contextmanager
     def _forced(self, action: Action) -> Iterator[None]:
@@ -107,7 +117,8 @@ class Bench:
 
 
 def measure(bench: Bench, turns: int, console: Console) -> list[Record]:
-    """Gradients first (they warm everything up and prove what is to be proven), then times, then peaks."""
+    """The run learns its plan; then gradients, times and peaks, in turns of their own."""
+    bench.learn()
     exact = bench.gradients("no checkpointing")
     bitwise = {name: _same(bench.gradients(name), exact) for name in bench.methods}
     del exact
@@ -158,6 +169,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=40, help="updates per method")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", type=Path, help="a local transformers model; default: SmolLM2-135M from its package")
+    parser.add_argument("--budget", default="1.0x", help="memory_budget of the planned method")
     parser.add_argument("--json", type=Path, help="write the records there")
     return parser.parse_args()
 
@@ -172,7 +184,7 @@ def main() -> None:
         path = packaged_model(default_cache_dir())
         convert_packaged_model(path)
     model, vocabulary = policy(path, preset, arguments.full_finetuning)
-    bench = Bench(engine_for(model), Batch.random(preset, vocabulary, seed=0))
+    bench = Bench(engine_for(model, arguments.budget), Batch.random(preset, vocabulary, seed=0), arguments.budget)
     records = measure(bench, arguments.turns, console)
     kind = "full fine-tuning" if arguments.full_finetuning else "LoRA r=16 on all projections"
     console.print(table(records, f"{arguments.preset}: {preset.tokens} tokens, {kind}, {arguments.turns} turns"))

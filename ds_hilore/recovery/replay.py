@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hilore.core.errors import RecoveryMismatch
-from ds_hilore.recovery.bundle import Handle, ParameterRef, SlotMeta, Value
+from ds_hilore.recovery.bundle import Handle, Kept, ParameterRef, SlotMeta, Value
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.recipes import BundleBuilder, RecipeProofs
 from ds_hilore.recovery.routing import RoutingTape
@@ -54,6 +54,7 @@ class ReplaySource:
     last_needed: int
     proofs: RecipeProofs
     routing: RoutingTape | None = None
+    lean: bool = True  # hold recipes where they lower the peak of the unit's backward; costs a little time
 
 
 class Replay:
@@ -82,7 +83,8 @@ class Replay:
         """
         source = self.source
         args, kwargs, tensors = source.inputs.fresh()
-        self._builder = BundleBuilder(source.proofs, source.unit_class, tensors, self, short_lived=True)
+        if source.lean:
+            self._builder = BundleBuilder(source.proofs, source.unit_class, tensors, self, short_lived=True)
         try:
             with ExitStack() as stack:
                 stack.enter_context(source.surroundings.restored())
@@ -120,8 +122,7 @@ class Replay:
             tensor = _stand_in(tensor, self._skipped_input, meta)
         if meta is None or tensor.shape != meta.shape or tensor.dtype != meta.dtype:
             raise self._mismatched(index, f"{tensor.dtype} of shape {tuple(tensor.shape)}", meta)
-        assert self._builder is not None
-        value = self._builder.hold(tensor, index)
+        value = Kept(tensor, 0) if self._builder is None else self._builder.hold(tensor, index)
         self.slots[index] = value
         if self.trace is not None:
             self.trace.slots.append(tensor.grad_fn)

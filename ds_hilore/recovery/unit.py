@@ -65,6 +65,7 @@ class RecoveryContext:
     proofs: RecipeProofs = field(default_factory=RecipeProofs)
     dead_work: DeadWork = field(default_factory=DeadWork)
     generation: int = 0
+    lean_replay: bool = True  # see ReplaySource.lean
     settled: bool = True  # False between a forward and the moment its final plan is applied
     settle: Callable[[], None] = lambda: None
     timing: Callable[[UnitId], AbstractContextManager[None]] = lambda unit: nullcontext()  # around each replay
@@ -202,6 +203,7 @@ class UnitCall:
             self.last_needed,
             self.context.proofs,
             self.routing,
+            self.context.lean_replay,
         )
         with _unit_scope(), self.context.timing(self.unit):
             return self.context.dead_work.replay(source)

@@ -110,6 +110,19 @@ class RankPlanner:
             self._background.close(timeout_s=0.1)
 
 
+#: What a lean replay saves at the peak of a unit's backward, in unit inputs: the outputs of its norms, and some more.
+LEAN_SAVES = 4
+
+
+def loss_leads(baseline: Baseline, profiles: dict[int, tuple[UnitProfile, ...]]) -> bool:
+    """Whether the loss (whole logits, or a large chunk of them) needs so much more than any unit's backward that a
+    replay may hold all it saves: lean replays would cost time and lower no peak. Plans add to both rows alike."""
+    return all(
+        phase.loss - phase.backward >= LEAN_SAVES * max(unit.variant("R").held_bytes for unit in profiles[phase.tokens])
+        for phase in baseline.phases
+    )
+
+
 def shape_class(tokens: int) -> int:
     """Rounds tokens up to 1/8 of their power of two: a plan for the class fits every shape in it."""
     step = max(1, (1 << max(0, tokens - 1).bit_length()) >> 4)

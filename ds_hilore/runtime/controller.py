@@ -33,7 +33,7 @@ from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.replay import Site
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
 from ds_hilore.runtime.baseline import BaselineMeter
-from ds_hilore.runtime.budget import RankPlanner, UniformPlan, all_units, shape_class
+from ds_hilore.runtime.budget import RankPlanner, UniformPlan, all_units, loss_leads, shape_class
 from ds_hilore.runtime.microbatch import Microbatch, footprints
 from ds_hilore.runtime.observe import as_rows, call_with_gradient, check_observable
 from ds_hilore.runtime.outputs import OutputMarks
@@ -331,6 +331,7 @@ class Controller:
         baseline = self._baseline.result()
         profiles = {phase.tokens: self.measurements.profiles(phase.tokens) for phase in baseline.phases}
         self.parts.planner.calibrate(baseline, profiles)
+        self.context.lean_replay = not loss_leads(baseline, profiles)
         self.stage = Stage.PLANNED
 
     def parameters_changed(self) -> None:
