@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_hilore.recovery.bundle import Handle, Kept, ParameterRef, Value, raw_saved, same_bits
+from ds_hilore.recovery.bundle import Handle, Kept, ParameterRef, Value, peek, raw_saved, same_bits
 
 if TYPE_CHECKING:
     from ds_hilore.recovery.recipes import BundleBuilder
@@ -204,12 +204,10 @@ def _epsilon(
     statistic = raw_saved(node, "result2" if function is F.layer_norm else "result1")
     if type(statistic) is not Handle or type(statistic.value) is not Kept:
         return None
-    source = given[0]
-    if type(source) is not Kept:
-        return None
+    source = peek(given[0])
     for epsilon in NORM_EPSILONS:
         with torch.no_grad():
-            found = _statistic(function, source.tensor, shape, epsilon)
+            found = _statistic(function, source, shape, epsilon)
         if same_bits(found, statistic.value.tensor):
             builder.proofs.note_epsilon(weight, place, epsilon)
             return epsilon

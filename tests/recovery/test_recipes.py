@@ -1,0 +1,307 @@
+"""Recipes are proven before they are used; whatever a unit computes, its gradients are the plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ds_hilore.recovery import recipes
+from ds_hilore.recovery.recipes import MIN_DERIVED_BYTES
+from ds_hilore.recovery.rules import RULES
+from ds_hilore.recovery.unit import RecoveryContext
+from tests.recovery.scenes import Block, tensor, weights
+from tests.recovery.units import CPU, WAYS, H, R, Run, Scene, Units, assert_exact, gradients, same
+
+SHAPE = (4, 8, 64)
+
+
+class Weigh(torch.autograd.Function):
+    """x * w; notes the strides of x as backward reads it."""
+
+    strides: list[tuple[int, ...]]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, strides: list[tuple[int, ...]]) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.strides = strides
+        strides.append(x.stride())
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        ctx.strides.append(x.stride())
+        return grads[0] * w, grads[0] * x, None
+
+
+def _scene(function: Callable[[Tensor], Tensor], shape: tuple[int, ...] = SHAPE) -> Scene:
+    """A function whose result is saved by a product with a second leaf."""
+
+    def scene(run: Run, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        x = tensor(device, shape=shape)
+        weight = nn.Parameter(tensor(device, 1, tuple(function(x).shape)).detach())
+        return run(lambda a: function(a) * weight, x * 1).sum(), [x, weight]
+
+    return scene
+
+
+# -- proofs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", [H, R])
+def test_a_recipe_that_is_not_bitwise_is_rejected(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
+    def wrong(builder: Any, node: Any, edge: Any, depth: int) -> Any:
+        operand = builder.operand(node, "self", 0, depth)
+        return None if operand is None else ("wrong", lambda x: F.silu(x) * (1 + 2**-20), (operand,))
+
+    monkeypatch.setitem(RULES, "SiluBackward0", wrong)
+    monkeypatch.setattr(recipes, "COSTLY", frozenset())  # tried in replays too
+    scene = _scene(F.silu)
+    units = Units(action)
+    assert same(gradients(scene, None), gradients(scene, units))
+    assert units.context.proofs.rejected() == 1
+    assert same(gradients(scene, None), gradients(scene, units)), "nor is it used later"
+
+
+def test_a_recipe_that_raises_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(builder: Any, node: Any, edge: Any, depth: int) -> Any:
+        return "wrong", lambda x: x[999], (builder.operand(node, "self", 0, depth),)
+
+    monkeypatch.setitem(RULES, "SiluBackward0", wrong)
+    units = Units(H)
+    assert same(gradients(_scene(F.silu), None), gradients(_scene(F.silu), units))
+    assert units.context.proofs.rejected() == 1
+
+
+def test_a_recipe_with_other_strides_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_layout(builder: Any, node: Any, edge: Any, depth: int) -> Any:
+        operand = builder.operand(node, "self", 0, depth)
+        return "other", lambda x: F.silu(x).transpose(0, 1).contiguous().transpose(0, 1), (operand,)
+
+    monkeypatch.setitem(RULES, "SiluBackward0", other_layout)
+    units = Units(H)
+    assert same(gradients(_scene(F.silu), None), gradients(_scene(F.silu), units))
+    assert units.context.proofs.rejected() == 1
+
+
+@pytest.mark.parametrize("tokens", [(1, 5), (5, 1), (1, 1), (5, 3)], ids=str)
+@pytest.mark.parametrize("layout", ["transposed copy", "view of a transposed copy", "chunk", "expanded"])
+def test_a_recipe_proven_on_one_shape_gives_bits_and_strides_on_others(layout: str, tokens: tuple[int, int]) -> None:
+    """With one token the copy of a transposed tensor has the layout of its source: the proof there says little."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        heads = x.view(*x.shape[:2], 4, 64)
+        if layout == "transposed copy":
+            return Weigh.apply(heads.transpose(1, 2).clone(memory_format=torch.contiguous_format), weight, strides)
+        if layout == "view of a transposed copy":
+            copied = heads.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+            return Weigh.apply(copied.view(x.shape[0], 4, -1), weight, strides)
+        if layout == "chunk":
+            gate, up = x.chunk(2, -1)
+            return Weigh.apply(F.silu(gate) * up, weight, strides)
+        return Weigh.apply(F.silu(x[:, :1]).expand_as(x), weight, strides)
+
+    strides: list[tuple[int, ...]] = []
+    context = RecoveryContext()
+    for count in tokens:
+
+        def scene(run: Run, device: torch.device, count: int = count) -> tuple[Tensor, list[Tensor]]:
+            x, weight = tensor(device, 0, (40, count, 256)), nn.Parameter(torch.tensor(0.5))
+            return run(function, x * 1, weight).sum(), [x]
+
+        plain = gradients(scene, None)
+        for _, action, drop in WAYS:
+            strides.clear()
+            assert same(plain, gradients(scene, Units(action, context), drop))
+            assert len(set(strides)) == 1, strides
+
+
+def test_dtype_may_change_between_calls() -> None:
+    context = RecoveryContext()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32):
+
+        def scene(run: Run, device: torch.device, dtype: torch.dtype = dtype) -> tuple[Tensor, list[Tensor]]:
+            x, weight = tensor(device).to(dtype).detach().requires_grad_(), tensor(device, 1).to(dtype)
+            return run(lambda a: F.silu(a * 2 + a) * weight, x * 1).sum(), [x]
+
+        for _, action, drop in WAYS:
+            assert same(gradients(scene, None), gradients(scene, Units(action, context), drop))
+
+
+def test_layers_of_one_class_may_differ_in_a_norms_epsilon() -> None:
+    """The kernel does not save it; what was found for one layer must not be taken for another."""
+    context = RecoveryContext()
+    for eps in (1e-5, 1e-6, 1e-12, 1e-3):
+
+        def scene(run: Run, device: torch.device, eps: float = eps) -> tuple[Tensor, list[Tensor]]:
+            norm, x = nn.LayerNorm(64, eps=eps).to(device), tensor(device)
+            weight = nn.Parameter(tensor(device, 1).detach())
+            return run(lambda a: norm(a) * weight, x * 1e-3).sum(), [x, weight]
+
+        for _, action, drop in WAYS:
+            assert same(gradients(scene, None), gradients(scene, Units(action, context), drop)), eps
+
+
+def test_numbers_that_change_from_call_to_call_need_no_new_proof() -> None:
+    context = RecoveryContext()
+    for step in range(5):
+        factor = 1.0 + step / 7
+        scene = _scene(lambda x, factor=factor: x * factor)  # type: ignore[misc]
+        assert same(gradients(scene, None), gradients(scene, Units(H, context)))
+        proofs = len(context.proofs.proven), len(context.proofs._names)
+        assert step == 0 or proofs == before
+        before = proofs
+
+
+def test_an_edit_in_a_later_call_only_does_not_meet_an_old_proof() -> None:
+    """The proof is from a call without edit; autograd's node looks the same in both."""
+    context = RecoveryContext()
+    for edited in (False, True):
+
+        def function(x: Tensor, w: Tensor, edited: bool = edited) -> Tensor:
+            y = F.silu(x)
+            if edited:
+                with torch.no_grad():
+                    y.mul_(2)
+            return y * w
+
+        def scene(run: Run, device: torch.device, function: Any = function) -> tuple[Tensor, list[Tensor]]:
+            x, w = tensor(device), tensor(device, 1)
+            return run(function, x * 1, w).sum(), [x, w]
+
+        for _, action, drop in WAYS:
+            assert same(gradients(scene, None), gradients(scene, Units(action, context), drop)), edited
+
+
+# -- what is worth it ----------------------------------------------------------------------------------------------
+
+
+def _stored(function: Callable[..., Any], *args: Any) -> int:
+    units = Units(H)
+    _out = units.run(function, *args)
+    return sum(units.calls[0].held_storages().values())
+
+
+def test_a_gated_mlp_holds_base_tensors_only() -> None:
+    """Of norm output, its scaled form, gate, silu(gate), up, product only gate and up are held (and small things)."""
+    block = weights(CPU, Block())
+    x = tensor(CPU, shape=SHAPE)
+    numbers = SHAPE[0] * SHAPE[1]
+    statistics, buffer = 4 * numbers * 2, 4 * 64
+    assert _stored(block.forward, x) == 4 * numbers * (64 + 128 + 128) + statistics + buffer
+
+
+def test_small_tensors_are_held() -> None:
+    rows = MIN_DERIVED_BYTES // 4
+    for count, held in ((rows, 1), (rows - 1, 2)):
+        assert _stored(lambda x: F.silu(x) * x, torch.ones(count, requires_grad=True) * 1) == 4 * count * held
+
+
+def test_a_slot_without_hope_is_looked_at_once() -> None:
+    """`hopeless` is a matter of memory only: another call that puts a derivable tensor into the slot holds it."""
+    context = RecoveryContext()
+    hopeless, derivable = _scene(lambda x: x.cumsum(-1)), _scene(F.silu)
+    for scene in (hopeless, derivable, hopeless):
+        assert same(gradients(scene, None), gradients(scene, Units(H, context)))
+
+
+# -- whatever a unit computes --------------------------------------------------------------------------------------
+
+_UNARY: list[Callable[[Tensor], Tensor]] = [
+    F.silu,
+    F.gelu,
+    lambda x: F.gelu(x, approximate="tanh"),
+    torch.relu,
+    torch.sigmoid,
+    torch.tanh,
+    torch.sin,
+    lambda x: x * 0.5,
+    lambda x: -x,
+    lambda x: x.pow(2),
+    lambda x: x.to(torch.bfloat16).to(torch.float32),
+    lambda x: x.softmax(-1),
+    lambda x: F.layer_norm(x, (64,)),
+    lambda x: F.rms_norm(x, (64,), eps=1e-6),
+    lambda x: F.dropout(x, 0.1),
+    lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    lambda x: x.view(-1, 64).view(x.shape),
+    lambda x: torch.cat((x[..., 32:], -x[..., :32]), -1),
+    lambda x: x[:, :1].expand_as(x),
+    lambda x: x.flip(1).clone(),
+    lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
+]
+_BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
+    torch.mul,
+    torch.add,
+    torch.sub,
+    lambda x, y: x / (y.abs() + 1),
+    lambda x, y: torch.add(x, y, alpha=0.3),
+    lambda x, y: torch.where(y > 0, x, y),
+    lambda x, y: x.clone().mul_(y),
+    lambda x, y: x.clone().add_(y),
+]
+Step = tuple[int, int, int]
+
+
+def _edit(x: Tensor, y: Tensor) -> Tensor:
+    """In place on part of a fresh tensor: CopySlices in the graph."""
+    x = x.clone()
+    x[..., ::2].mul_(0.5)
+    x[:, 0] = y[:, 1]
+    return x
+
+
+def _program(steps: list[Step], outputs: list[int]) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of two tensors and a weight: each step appends a tensor made from earlier ones."""
+    binary = [*_BINARY, _edit]
+
+    def function(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        pool = [x, y]
+        for kind, first, second in steps:
+            a, b = pool[first % len(pool)], pool[second % len(pool)]
+            if kind < len(_UNARY):
+                pool.append(_UNARY[kind](a))
+            elif kind < len(_UNARY) + len(binary):
+                pool.append(binary[kind - len(_UNARY)](a, b))
+            elif kind % 2:
+                pool.append(a @ weight)
+            else:  # in place on an intermediate: plain autograd may refuse it
+                if len(pool) > 2 and pool[-1] is not x and pool[-1] is not y and not pool[-1]._is_view():
+                    pool[-1].mul_(0.7)
+        return tuple(pool[index % len(pool)] for index in outputs)
+
+    return function
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 33), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9),
+    outputs=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    frozen=st.booleans(),
+    unused=st.booleans(),
+)
+def test_random_functions_have_the_plain_gradients(
+    steps: list[Step], outputs: list[int], frozen: bool, unused: bool
+) -> None:
+    function = _program(steps, outputs)
+
+    def scene(run: Run, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        x, y = tensor(device, shape=SHAPE), tensor(device, 1, SHAPE)
+        weight = nn.Parameter(0.2 * tensor(device, 2, (64, 64)).detach(), requires_grad=not frozen)
+        results = run(function, x * 1, y * 1, weight)
+        used = results[:1] if unused else results
+        loss = sum((result.square().sum() for result in used), torch.zeros((), device=device))
+        return loss + 0 * x.sum(), [x, y, weight]
+
+    try:
+        gradients(scene, None)
+    except RuntimeError:
+        assume(False)  # plain autograd refuses an in-place edit of what it saved
+    assert_exact(scene)
