@@ -151,13 +151,13 @@ def test_layers_of_one_class_may_differ_in_a_norms_epsilon() -> None:
 
 def test_numbers_that_change_from_call_to_call_need_no_new_proof() -> None:
     context = RecoveryContext()
+    counts = set()
     for step in range(5):
         factor = 1.0 + step / 7
         scene = _scene(lambda x, factor=factor: x * factor)  # type: ignore[misc]
         assert same(gradients(scene, None), gradients(scene, Units(H, context)))
-        proofs = len(context.proofs.proven), len(context.proofs._names)
-        assert step == 0 or proofs == before
-        before = proofs
+        counts.add((len(context.proofs.proven), len(context.proofs._names)))
+    assert len(counts) == 1
 
 
 def test_an_edit_in_a_later_call_only_does_not_meet_an_old_proof() -> None:
@@ -272,9 +272,8 @@ def _program(steps: list[Step], outputs: list[int]) -> Callable[..., tuple[Tenso
                 pool.append(binary[kind - len(_UNARY)](a, b))
             elif kind % 2:
                 pool.append(a @ weight)
-            else:  # in place on an intermediate: plain autograd may refuse it
-                if len(pool) > 2 and pool[-1] is not x and pool[-1] is not y and not pool[-1]._is_view():
-                    pool[-1].mul_(0.7)
+            elif len(pool) > 2 and pool[-1] is not x and pool[-1] is not y and not pool[-1]._is_view():
+                pool[-1].mul_(0.7)  # in place on an intermediate: plain autograd may refuse it
         return tuple(pool[index % len(pool)] for index in outputs)
 
     return function

@@ -182,8 +182,6 @@ def test_a_compiled_child_stays_compiled() -> None:
     def scene(run: Run, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         module.zero_grad()
         x = tensor(device, shape=(3, 8, 64))
-        body = nn.Module.forward  # keep the module as owner: routers are looked for in it
-        del body
         return run(Both(module, compiled).forward, x * 1).square().sum(), [x, *module.experts.parameters()]
 
     for _, action, drop in WAYS:
