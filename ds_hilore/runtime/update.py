@@ -25,9 +25,10 @@ class MicrobatchFacts:
     def __post_init__(self) -> None:
         if self.mask.dim() != 2:
             raise UsageError(f"mask must be [rows, tokens], got shape {tuple(self.mask.shape)}")
+        rows, tokens = self.mask.shape
         for name in ("advantages", "weights"):
             given: Tensor | None = getattr(self, name)
-            if given is not None and given.shape[:1] != self.mask.shape[:1]:
+            if given is not None and given.shape not in ((rows,), (rows, 1), (rows, tokens)):
                 raise UsageError(
                     f"{name} has shape {tuple(given.shape)}, the mask {tuple(self.mask.shape)}: one entry per row, or "
                     "one per token"

@@ -1,0 +1,232 @@
+"""From measured peaks to plans."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hilore.core.budget import BudgetKind, MemoryBudget
+from ds_hilore.core.types import Action, Solver, UnitId, UnitProfile, Variant
+from ds_hilore.planning.problem import evaluate
+from ds_hilore.planning.program import SolverLimits
+from ds_hilore.runtime.budget import Baseline, PhasePeaks, RankPlanner, UniformPlan, all_units, shape_class
+
+TOKENS = st.integers(1, 1 << 22)
+
+
+@given(TOKENS)
+def test_shape_class_is_at_least_the_tokens_and_at_most_an_eighth_more(tokens: int) -> None:
+    size = shape_class(tokens)
+    assert tokens <= size and 8 * (size - tokens) < tokens
+    assert shape_class(size) == size
+
+
+@given(TOKENS, TOKENS)
+def test_shape_class_is_monotone(one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    assert shape_class(low) <= shape_class(high)
+
+
+@given(st.integers(4, 21))
+def test_there_are_few_shape_classes(power: int) -> None:
+    start = 1 << power
+    assert len({shape_class(tokens) for tokens in range(start + 1, 2 * start + 1, max(1, start >> 10))}) <= 8
+
+
+def test_shape_class_of_nothing() -> None:
+    assert shape_class(0) == 0
+
+
+# ------------------------------------------------------------------------------------------------ calibration
+
+
+@st.composite
+def measured(draw: st.DrawFn) -> tuple[tuple[UnitProfile, ...], Baseline]:
+    """Units, and an all-R baseline whose peaks are at least what the units hold."""
+    units = []
+    for number in range(draw(st.integers(1, 6))):
+        inputs, state = draw(st.integers(0, 50)), draw(st.integers(0, 400))
+        seconds = draw(st.integers(1, 100)) / 7
+        units.append(
+            UnitProfile(
+                UnitId(f"u{number}"),
+                f"class{draw(st.integers(0, 2))}.{inputs}.{state}.{seconds}",
+                (
+                    Variant("R", Action.RECOMPUTE, inputs, workspace_bytes=state),
+                    Variant("H", Action.STORE, inputs + state, saved_seconds=seconds),
+                ),
+            )
+        )
+    needs = sum(u.variant("R").held_bytes for u in units)
+    forward = needs + draw(st.integers(0, 1000))
+    backward = needs + max(u.variant("R").workspace_bytes for u in units) + draw(st.integers(0, 1000))
+    step = draw(st.integers(0, 3000))
+    phase = PhasePeaks(10, forward, forward, backward)
+    return tuple(units), Baseline(max(forward, backward, step), (phase,), 10**9)
+
+
+def planner(budget: MemoryBudget, solver: Solver = Solver.GREEDY) -> RankPlanner:
+    return RankPlanner(budget, solver, SolverLimits(1.0, 0.01))
+
+
+def calibrated(units: tuple[UnitProfile, ...], baseline: Baseline, budget: MemoryBudget) -> RankPlanner:
+    made = planner(budget)
+    made.calibrate(baseline, {phase.tokens: units for phase in baseline.phases})
+    return made
+
+
+def multiple(value: float) -> MemoryBudget:
+    return MemoryBudget(BudgetKind.CHECKPOINT_MULTIPLE, value)
+
+
+@given(measured())
+@settings(max_examples=150, deadline=None)
+def test_the_predicted_peak_of_all_r_is_the_measured_one(case: tuple[tuple[UnitProfile, ...], Baseline]) -> None:
+    units, baseline = case
+    made = calibrated(units, baseline, multiple(1.0))
+    made.plan_for(10, units)
+    problem = made.problem_for(10)
+    assert problem is not None
+    (phase,) = baseline.phases
+    peaks = {peak.row.value: peak.bytes for peak in evaluate(problem, {}).peaks}
+    assert peaks == {"forward": phase.forward, "loss": phase.loss, "backward": phase.backward}
+
+
+@given(measured(), st.floats(1.0, 3.0))
+@settings(max_examples=100, deadline=None)
+def test_plans_keep_to_the_budget(case: tuple[tuple[UnitProfile, ...], Baseline], factor: float) -> None:
+    units, baseline = case
+    made = calibrated(units, baseline, multiple(factor))
+    plan = made.plan_for(10, units)
+    assert plan.peak_bytes <= made.budget_bytes == int(factor * baseline.peak_bytes)
+    assert made.infeasible is None  # "1.0x" and more always holds all-R
+
+
+def layers(count: int, inputs: int, state: int) -> tuple[UnitProfile, ...]:
+    variants = (
+        Variant("R", Action.RECOMPUTE, inputs, workspace_bytes=state),
+        Variant("H", Action.STORE, inputs + state, saved_seconds=1.0),
+    )
+    return tuple(UnitProfile(UnitId(f"u{k}"), "Layer", variants) for k in range(count))
+
+
+@given(st.integers(1, 12), st.integers(0, 40), st.integers(1, 300), st.integers(0, 500), st.integers(0, 500), st.data())
+@settings(max_examples=100, deadline=None)
+def test_more_budget_never_stores_fewer_layers(
+    count: int, inputs: int, state: int, loss: int, backward: int, data: st.DataObject
+) -> None:
+    units = layers(count, inputs, state)
+    needs = count * inputs
+    phase = PhasePeaks(10, needs + loss, needs + loss, needs + state + backward)
+    baseline = Baseline(max(phase.loss, phase.backward), (phase,), 10**9)
+    most = (count + 1) * state + loss + backward
+    extras = sorted(data.draw(st.lists(st.integers(0, most), min_size=2, max_size=5)))
+    stored = []
+    for extra in extras:
+        made = calibrated(units, baseline, MemoryBudget(BudgetKind.BYTES, baseline.peak_bytes + extra))
+        stored.append(made.plan_for(10, units).count(Action.STORE))
+    assert stored == sorted(stored)
+
+
+def test_layers_stored_by_hand() -> None:
+    units = layers(8, inputs=10, state=90)
+    baseline = Baseline(1000, (PhasePeaks(10, 900, 900, 1000),), 10**9)
+    counts = [
+        calibrated(units, baseline, MemoryBudget(BudgetKind.BYTES, budget)).plan_for(10, units).count(Action.STORE)
+        for budget in (1000, 1089, 1090, 1629, 1630)
+    ]
+    # Loss row: 900 + 90 k for k stored layers. Backward row: 830 stay, all inputs are 80, and where the last k layers
+    # are stored the last one's backward begins with 910 + 90 k; all-R needs a workspace of 90 in the place of one.
+    assert counts == [1, 1, 2, 7, 8]
+
+
+def test_all_phases_of_the_baseline_are_kept_to() -> None:
+    """The row that binds may come from another microbatch than the largest one."""
+    small, large = profile_of(1), profile_of(2)
+    baseline = Baseline(700, (PhasePeaks(10, 700, 700, 300), PhasePeaks(20, 500, 500, 600)), 10**9)
+    made = planner(multiple(1.0))
+    made.calibrate(baseline, {10: small, 20: large})
+    made.plan_for(10, small)
+    problem = made.problem_for(10)
+    assert problem is not None
+    assert (problem.base_loss_bytes, problem.base_backward_bytes) == (700 - 10, 600 - 2 * 100)
+
+
+def profile_of(scale: int) -> tuple[UnitProfile, ...]:
+    variants = (
+        Variant("R", Action.RECOMPUTE, 10 * scale, workspace_bytes=90 * scale),
+        Variant("H", Action.STORE, 100 * scale, saved_seconds=1.0 * scale),
+    )
+    return (UnitProfile(UnitId("u"), "Layer", variants),)
+
+
+def test_where_not_even_all_r_fits() -> None:
+    units = profile_of(1)
+    baseline = Baseline(1000, (PhasePeaks(10, 900, 900, 1000),), 10**9)
+    made = calibrated(units, baseline, MemoryBudget(BudgetKind.BYTES, 800))
+    plan = made.plan_for(10, units)
+    assert dict(plan.actions) == {UnitId("u"): Action.RECOMPUTE} and dict(plan.choice) == {UnitId("u"): "R"}
+    assert made.infeasible is not None and made.infeasible.missing_bytes == 200
+    assert "200 more than the budget of 800" in str(made.infeasible) and "backward" in str(made.infeasible)
+    made.calibrate(baseline, {10: profile_of(1)})
+    assert made.infeasible is None  # of what was calibrated last
+
+
+def test_shares_of_the_device() -> None:
+    baseline = Baseline(1000, (PhasePeaks(10, 900, 900, 1000),), 10**6)
+    made = calibrated(profile_of(1), baseline, MemoryBudget(BudgetKind.DEVICE_SHARE, 0.5))
+    assert made.budget_bytes == 500_000
+
+
+def test_a_solved_plan_takes_the_place_of_the_first_one() -> None:
+    units = profile_of(1)
+    baseline = Baseline(1000, (PhasePeaks(10, 900, 900, 1000),), 10**9)
+    made = planner(multiple(1.0), Solver.HIGHS)
+    made.calibrate(baseline, {10: units})
+    first = made.plan_for(10, units)
+    assert first.solver is Solver.GREEDY
+    assert made.wait(60)
+    solved = made.plan_for(10, units)
+    assert solved.solver is Solver.HIGHS and solved.saved_seconds >= first.saved_seconds
+    # a plan of an earlier calibration is no answer to the next one
+    made.calibrate(Baseline(2000, (PhasePeaks(10, 1900, 1900, 2000),), 10**9), {10: units})
+    assert made.plan_for(10, units).solver is Solver.GREEDY
+    made.close()
+
+
+def test_plans_by_name() -> None:
+    units = [UnitId("a"), UnitId("b", 1)]
+    plan = all_units(units, Action.STORE)
+    assert dict(plan.choice) == dict.fromkeys(units, "H") and plan.count(Action.STORE) == 2
+    assert plan.action_of(UnitId("c")) is Action.RECOMPUTE
+    assert UniformPlan(action=Action.STORE).action_of(UnitId("anything")) is Action.STORE
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_planner_does_not_keep_the_process_alive(busy: bool) -> None:
+    """Neither asleep nor in the middle of a programme that takes minutes."""
+    source = f"""
+import threading, time
+from ds_hilore.planning.problem import Problem
+from ds_hilore.runtime import budget
+from tests.runtime.test_budget import planner, multiple, profile_of, Solver
+
+working = threading.Event()
+def slow(problem, limits):
+    working.set()
+    time.sleep(600)
+
+budget.solve = slow
+made = planner(multiple(1.0), Solver.HIGHS)
+if {busy}:
+    made._background.submit(1, Problem(profile_of(1), 1000))
+    assert working.wait(30)
+    made.close()
+print("end of main")
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.strip() == "end of main", done.stderr

@@ -1,0 +1,75 @@
+"""Bytes of the units of a microbatch: what is shared, what a unit adds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ds_hilore.core.types import Action, UnitId
+from ds_hilore.recovery.inputs import UnitInputs
+from ds_hilore.recovery.unit import RecoveryContext, UnitCall
+from ds_hilore.runtime.microbatch import footprints
+
+ROWS, TOKENS, WIDTH = 2, 8, 16
+FLOAT = 4
+
+
+class Masked(nn.Module):
+    """Saves its input, one wide state and the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.linear(x) * mask).tanh()
+
+
+def run(actions: list[Action]) -> tuple[list[UnitCall], Tensor]:
+    x, mask = torch.randn(ROWS, TOKENS, WIDTH), torch.rand(ROWS, TOKENS, WIDTH)
+    calls = []
+    context = RecoveryContext()
+    for number, action in enumerate(actions):
+        unit = Masked()
+        inputs = UnitInputs.capture(unit.forward, (x, mask), {})
+        calls.append(UnitCall(context, UnitId(f"u{number}"), "Masked", action, inputs))
+        x = calls[-1].run(unit.forward, (x, mask), {})
+    return calls, x
+
+
+def test_an_input_of_several_units_is_no_units() -> None:
+    hidden = ROWS * TOKENS * WIDTH * FLOAT
+    calls, output = run([Action.RECOMPUTE] * 3)
+    found = footprints(calls)
+    assert [f.input_bytes for f in found] == [hidden] * 3  # without the mask, which all of them hold
+    assert [f.stored_bytes for f in found] == [None] * 3
+    assert (found[0].unit, found[0].unit_class, found[0].tokens) == (UnitId("u0"), "Masked", ROWS * TOKENS)
+    assert output.requires_grad
+
+
+def test_storing_adds_the_same_whichever_unit_is_stored() -> None:
+    hidden = ROWS * TOKENS * WIDTH * FLOAT
+    added = []
+    for stored in range(3):
+        actions = [Action.STORE if k == stored else Action.RECOMPUTE for k in range(3)]
+        calls, output = run(actions)
+        found = footprints(calls)[stored]
+        assert found.stored_bytes is not None and found.input_bytes == hidden
+        added.append(found.stored_bytes - found.input_bytes)
+        assert output.requires_grad
+    assert added[0] == added[1] == added[2] > 0
+
+
+def test_bytes_of_all_stored_units_count_every_storage_once() -> None:
+    calls, output = run([Action.STORE] * 3)
+    everything: dict[int, int] = {}
+    for call in calls:
+        everything |= call.held_storages()
+    mask = ROWS * TOKENS * WIDTH * FLOAT
+    total = sum(found.stored_bytes or 0 for found in footprints(calls))
+    assert total == sum(everything.values()) - mask
+    assert output.requires_grad
+
+
+def test_no_calls() -> None:
+    assert footprints([]) == []
