@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_hilore.core.errors import UnsupportedError
+from ds_hilore.recovery.unit import inside_unit
 from ds_hilore.runtime.current import running
 
 _MARKER = "_hilore_original"
@@ -22,11 +23,14 @@ _MARKER = "_hilore_original"
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs `function(*args, **kwargs)` so that its saved state is recovered as the plan says.
 
-    Outside of the forward of an engine with a "hilore" block: torch's non-reentrant checkpoint, which is exact and
-    bounded in memory (so an exact gradient beside the engine fits, design fact 5).
+    Within a unit: a plain call, part of that unit. Outside of the forward of an engine with a "hilore" block: torch's
+    non-reentrant checkpoint, which is exact and bounded in memory (so an exact gradient beside the engine fits, design
+    fact 5).
 
     Source: `deepspeed.checkpointing.checkpoint`, `torch.utils.checkpoint.checkpoint`.
     """
+    if inside_unit():  # of its forward, or of its replay in backward, where no engine's forward runs
+        return function(*args, **kwargs)
     controller = running()
     if controller is None:
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -63,6 +67,8 @@ class DeepSpeedCheckpointPatch:
             )
 
         def checkpoint_or_original(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if inside_unit():
+                return function(*args, **kwargs)
             controller = running()
             if controller is None:
                 return current(function, *args, **kwargs)

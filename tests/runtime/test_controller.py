@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hilore.core.errors import StateChanged
 from ds_hilore.core.types import Action, UnitId
+from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch, checkpoint
 from ds_hilore.runtime.controller import Phase, Stage
 from ds_hilore.runtime.current import forward_of
-from tests.runtime.rig import Net, Rig, facts, planner, same, told
+from tests.runtime.rig import Block, Net, Rig, facts, planner, same, told
 
 STORE, RECOMPUTE = Action.STORE, Action.RECOMPUTE
 
@@ -100,6 +103,39 @@ def test_without_grad_and_inside_a_unit_calls_are_plain() -> None:
         rig.controller.run_unit(outer, (rig.inputs(),), {})
     (unit,) = rig.controller.microbatch.ran
     assert "outer" in unit.name
+
+
+class Nested(nn.Module):
+    """A unit whose own code checkpoints a part of it."""
+
+    def __init__(self, through: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+        self._through = through
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self._through(self.first.forward, x))
+
+
+@pytest.mark.parametrize("path", ["ours", "deepspeed's"])
+@pytest.mark.parametrize("action", [STORE, RECOMPUTE])
+def test_checkpoint_calls_within_a_unit_are_part_of_it(path: str, action: Action) -> None:
+    from deepspeed import checkpointing as deepspeed_checkpointing
+
+    DeepSpeedCheckpointPatch.apply()
+    try:
+        through = checkpoint if path == "ours" else deepspeed_checkpointing.checkpoint
+        net, oracle = Net(), Net()
+        net.blocks = nn.ModuleList([Nested(through), Nested(through)])
+        oracle.blocks = nn.ModuleList([Nested(lambda function, x: function(x)) for _ in range(2)])
+        oracle.load_state_dict(net.state_dict())
+        expected = Rig(oracle).expected(Rig(oracle).plain())
+        rig = Rig(net)
+        rig.controller.force(action)
+        rig.backward(rig.forward())
+        assert len(rig.actions) == 2 and same(rig.gradients(), expected)
+    finally:
+        DeepSpeedCheckpointPatch.undo()
 
 
 def test_the_next_forward_finishes_what_a_direct_backward_left() -> None:
