@@ -27,7 +27,13 @@ from ds_hilore.integration.control_plane import control_plane
 from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
 from ds_hilore.integration.gradient_scale import EngineScale
 from ds_hilore.integration.peft import let_embedding_outputs_require_grad
-from ds_hilore.integration.refusals import refuse_engine
+from ds_hilore.integration.refusals import (
+    refuse_compile,
+    refuse_compiled_model,
+    refuse_engine,
+    refuse_model,
+    refuse_no_sync,
+)
 from ds_hilore.integration.reset import reset_update
 from ds_hilore.integration.transformers import CheckpointingGuard, pretrained_models
 from ds_hilore.integration.units import Units, apply_wrapping, find_units, undo_wrapping
@@ -68,6 +74,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     deps.check_versions()
     notes = check_against_ds_json(config, ds)
     units = find_units(model, config.units)
+    refuse_model(model, units.modules)
     # As `deepspeed.initialize` does: ranks must have met before its first collective on their parameters.
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
@@ -132,8 +139,8 @@ def attach(
     """
     if getattr(engine, "hilore", None) is not None:
         raise UsageError("this engine has a hilore controller already; detach it first")
-    refuse_engine(engine)
     units = units or find_units(engine.module, config.units)
+    refuse_engine(engine, units.modules)
     plane = plane or _agreed_plane(engine.module, config, ds, units)
     with ExitStack() as on_failure:
         on_failure.callback(plane.close)
@@ -192,7 +199,7 @@ class AttachedHost:
         apply_wrapping(self.units.wrapped)
         DeepSpeedCheckpointPatch.apply()
         self._stack.callback(DeepSpeedCheckpointPatch.undo)
-        for name in ("forward", "backward", "step", "load_checkpoint"):
+        for name in ("forward", "backward", "step", "load_checkpoint", "no_sync", "compile"):
             original = getattr(self.engine, name)
             self.engine.__dict__[name] = functools.partial(getattr(self, f"_{name}"), original)
             self._stack.callback(self.engine.__dict__.pop, name, None)
@@ -210,6 +217,7 @@ class AttachedHost:
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
+        refuse_compiled_model(self.engine.module)
         self._meet_ranks()
         self.controller.context.rng_tracker = ModelParallelRng.if_used()
         with forward_of(self.controller):
@@ -247,6 +255,13 @@ class AttachedHost:
         result = original(*args, **kwargs)
         self.controller.parameters_changed()
         return result
+
+    def _no_sync(self, original: Callable[..., Any]) -> Any:
+        refuse_no_sync(self.engine)
+        return original()
+
+    def _compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        refuse_compile()
 
     def _meet_ranks(self) -> None:
         """Before the first collective of a microbatch that a rank could wait for in vain (design fact 16)."""

@@ -130,7 +130,13 @@ class Controller:
         return self.parts.planner.budget_bytes
 
     def force(self, plan: Plan | Action | None) -> None:
-        """Fixes the plan of all further microbatches (an `Action`: the same for every unit); None ends it."""
+        """Fixes the plan of all further microbatches (an `Action`: the same for every unit); None ends it.
+
+        Raises:
+            UsageError: neither a plan nor an action that is available.
+        """
+        if plan is not None and not isinstance(plan, Plan | Action):
+            raise UsageError(f"force: {plan!r} is no plan; give an Action, a Plan, or None to end it")
         if plan is Action.COMPRESS:
             raise UsageError("compression is not available yet; force store or recompute")
         self._forced = plan

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ds_hilore.core.errors import UsageError
@@ -89,13 +90,16 @@ def grpo_loss(  # noqa: PLR0913  (the loss's own arguments, and the engine)
 def observe_logps(logps: Tensor, mask: Tensor | None = None, *, engine: Any = None) -> Tensor:
     """For losses that are not ours: reads the token coefficients as the gradient at `logps` [B, T] in backward.
 
-    Gives `logps` back. Outside of any engine, and for log-probabilities without grad, nothing happens.
+    Gives `logps` back. Outside of any engine, and under `torch.no_grad`, nothing happens.
+
+    Raises:
+        UsageError: log-probabilities without a gradient, or shapes that do not fit.
 
     Source: design section 5, "The loss hook". Never differentiate the engine's outputs yourself
     (`autograd.grad(loss, logps)`): that fires DeepSpeed's backward hooks.
     """
     controller = responsible(engine)
-    if controller is not None and logps.requires_grad:
+    if controller is not None and torch.is_grad_enabled():
         controller.observe(logps, mask)
     return logps
 
