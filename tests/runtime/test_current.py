@@ -136,7 +136,10 @@ def test_the_loss_tells_its_controller() -> None:
     assert (len(rig.controller.coefficients), len(other.controller.coefficients)) == (1, 1)
     current.grpo_loss(values.detach(), **loss_arguments())  # no gradient: nothing is learnt from it
     assert len(rig.controller.coefficients) == 1
-    assert current.observe_logps(values.detach()).requires_grad is False
+    with torch.no_grad():  # a reference or evaluation pass through the same loss code
+        assert current.observe_logps(values.detach()).requires_grad is False
+    with pytest.raises(UsageError, match="no gradient"):
+        current.observe_logps(values.detach())
 
 
 def test_announcing_checks_what_it_is_told() -> None:
