@@ -245,7 +245,9 @@ def _serve(folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(
+        dist_backend=os.environ.get("RANKS_BACKEND", "gloo"), auto_mpi_discovery=False, verbose=False
+    )
     rank = torch.distributed.get_rank()
     (folder / f"ready-{rank}").touch()
     for line in sys.stdin:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,8 @@ from ds_hilore.recovery.surroundings import Surroundings
 from tests import models
 from tests.recovery.plans import H, Host, R, differences
 from tests.recovery.scenes import SCENES
-from tests.recovery.units import WAYS, Units, assert_exact
+from tests.recovery.test_rules import CASES, RMS_NORM, saves
+from tests.recovery.units import WAYS, Scene, Units, assert_exact, gradients
 
 PLANS = {"all-R": (R,), "all-H": (H,), "mixed": (H, R), "mixed-other": (R, R, H)}
 
@@ -91,3 +95,25 @@ def test_surroundings_hold_the_state_of_the_device_where_the_unit_runs(device: t
     with surroundings.restored():
         assert torch.equal(torch.rand(3, device=device), first)
     assert not torch.equal(torch.rand(3, device=device), first)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipes_kernel_gives_the_same_bits_again(device: torch.device, name: str) -> None:
+    assert_exact(_on(device, CASES[name][1]), device)
+
+
+def test_the_fused_norm_of_the_device(device: torch.device) -> None:
+    """On CUDA `rms_norm` is one kernel with a rule of its own, which needs the kernel's epsilon."""
+    scene = _on(device, RMS_NORM)
+    assert_exact(scene, device)
+    units = Units(H)
+    gradients(scene, units, device=device)
+    fused = any(parts[0] == "rms_norm_1e-06" for parts in units.context.proofs._names)
+    x = torch.ones(2, 64, device=device, requires_grad=True)
+    node = F.rms_norm(x, (64,)).grad_fn
+    assert node is not None and fused == (node.name() == "FusedRmsNormBackward0")
+
+
+def _on(device: torch.device, function: Callable[[Tensor], Tensor]) -> Scene:
+    """The scene of a rule; modules move to the device."""
+    return saves(deepcopy(function).to(device) if isinstance(function, nn.Module) else function)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds_hilore.recovery.rules import COSTLY, RULES
 from tests.recovery.scenes import tensor
-from tests.recovery.units import CPU, H, R, Run, Units, assert_exact
+from tests.recovery.units import CPU, H, R, Run, Scene, Units, assert_exact
 
 SHAPE = (4, 8, 64)
 BYTES = 4 * 8 * 64 * 4
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
-def _saves(function: Callable[[Tensor], Tensor]) -> Any:
+def saves(function: Callable[[Tensor], Tensor]) -> Scene:
     """The function, its result saved by a product with a second leaf."""
 
     def scene(run: Run, device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -83,7 +83,7 @@ def _saves(function: Callable[[Tensor], Tensor]) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_is_bitwise(name: str) -> None:
-    assert_exact(_saves(CASES[name][1]))
+    assert_exact(saves(CASES[name][1]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -100,7 +100,7 @@ def test_a_rule_is_used_and_its_result_is_not_held(name: str, monkeypatch: pytes
 
     def held() -> int:
         units = Units(H)
-        _out, _leaves = _saves(function)(units.run, CPU)
+        _out, _leaves = saves(function)(units.run, CPU)
         assert units.context.proofs.rejected() == 0
         return sum(units.calls[0].held_storages().values())
 
@@ -123,7 +123,7 @@ def test_every_rule_has_a_case() -> None:
 
 
 def test_rms_norm_is_bitwise_whatever_kernel_it_has() -> None:
-    assert_exact(_saves(RMS_NORM))
+    assert_exact(saves(RMS_NORM))
 
 
 @pytest.mark.parametrize("action", [H, R])
