@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_hilore.recovery.deadwork import MAX_KINDS, DeadWork
 from ds_hilore.recovery.replay import Site
@@ -86,13 +89,21 @@ def test_a_call_is_skipped_only_where_nothing_depends_on_it(name: str) -> None:
     assert _proven(units) == ({Site("frozen")} if dead else set())
 
 
+class Finite(torch.autograd.Function):
+    """Passes what is finite, gives 0 for the rest, and saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.nan_to_num(0, 0, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 def test_structure_refuses_what_data_cannot_see() -> None:
     """All poisons are masked away, and the real output is zero: only autograd's graph tells of the dependence."""
-
-    def body(module: Adapted, base: Tensor, h: Tensor) -> Tensor:
-        return torch.where(base.isfinite(), base, torch.zeros(())).exp() * _adapter(module, h)
-
-    module = Adapted(body)
+    module = Adapted(lambda m, base, h: Finite.apply(base).exp() * _adapter(m, h))
     weights(CPU, module)
     nn.init.zeros_(module.frozen.weight)
     units = Units(R)
@@ -100,6 +111,22 @@ def test_structure_refuses_what_data_cannot_see() -> None:
     assert _proven(units) == set()
     nn.init.normal_(module.frozen.weight)
     assert same(gradients(_scene(module), None), gradients(_scene(module), units))
+
+
+def test_a_proof_leaves_nothing_behind() -> None:
+    """It looks at the nodes of a replay, which hold the replay's bundle: gc would not see that circle."""
+    kept: list[StorageWeakRef] = []
+
+    def body(module: Adapted, base: Tensor, h: Tensor) -> Tensor:
+        kept.append(StorageWeakRef(h.untyped_storage()))
+        return base + _adapter(module, h)
+
+    module = weights(CPU, Adapted(body))
+    units = Units(R)
+    gradients(_scene(module), units)
+    assert _proven(units) and len(kept) > 2
+    gc.collect()
+    assert all(reference.expired() for reference in kept)
 
 
 def test_skipped_calls_do_not_run() -> None:
