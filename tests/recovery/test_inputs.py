@@ -29,6 +29,7 @@ def test_a_call_can_be_made_again_from_what_was_kept() -> None:
     assert nothing is None and number == 3 and same_note is note and mask["name"] == "x"
     assert [tensor.requires_grad for tensor in tensors] == [True, False, False]
     assert first is not a and first.is_leaf and first.data_ptr() == a.data_ptr()
+    assert inputs.fresh()[2][0] is not first, "each replay has leaves of its own"
 
 
 def test_partial_objects_are_undone_and_calls_win_over_them() -> None:
