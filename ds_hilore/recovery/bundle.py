@@ -128,6 +128,8 @@ class ParameterRef:
             )
         if self.geometry is None:
             return parameter
+        if not torch.is_grad_enabled():  # as in any backward without create_graph
+            return self.geometry.apply(parameter)
         with torch.no_grad():
             return self.geometry.apply(parameter)
 

@@ -107,7 +107,7 @@ class Replay:
             f"{source.last_needed + 1}; the unit must do the same work twice (no state that changes between calls)"
         )
 
-    def _pack(self, tensor: Tensor) -> Handle | ParameterRef:
+    def _pack(self, tensor: Tensor) -> Handle | ParameterRef | None:
         index = self._count
         if index > self.source.last_needed:
             raise EarlyStop  # once more: the unit caught the first one
@@ -117,7 +117,8 @@ class Replay:
         if parameter is not None:
             if meta is not None:
                 raise self._mismatched(index, f"a parameter of shape {tuple(tensor.shape)}", meta)
-            return ParameterRef(parameter, tensor)
+            # a replay's graph is never unpacked: only recipes look, and they look for whole parameters (norm weights)
+            return ParameterRef(parameter, tensor) if tensor is parameter else None
         if self._skipped_input is not None:
             tensor = _stand_in(tensor, self._skipped_input, meta)
         if meta is None or tensor.shape != meta.shape or tensor.dtype != meta.dtype:
