@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ds_hilore
 from ds_hilore.core.types import Action, Plan, UnitId
 from ds_hilore.runtime.budget import all_units
-from tests.engines import config, engine, gradients
+from tests.engines import engine, gradients
 from tests.models import FAMILIES, batch, decoder_layers, lora, plain_loss
 
 H, R = Action.STORE, Action.RECOMPUTE
@@ -23,12 +23,10 @@ ANY_BUDGET = {"memory_budget": "1.0x"}
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-def build(
-    family: str = "llama", adapters: bool = True, dtype: torch.dtype = torch.float32, **adapter: Any
-) -> nn.Module:
+def build(family: str = "llama", adapters: bool = True, dtype: str = "float32") -> nn.Module:
     """The same weights at every call."""
     model = FAMILIES[family]()
-    return (lora(model, **adapter) if adapters else model).to(dtype)
+    return (lora(model) if adapters else model).to(getattr(torch, dtype))
 
 
 def hilore_engine(model: nn.Module, settings: dict[str, Any], **block: Any) -> Any:
@@ -41,17 +39,14 @@ def hilore_engine(model: nn.Module, settings: dict[str, Any], **block: Any) -> A
 
 
 def reference_engine(model: nn.Module, settings: dict[str, Any], leaves: bool = True) -> Any:
-    """DeepSpeed without any checkpointing; under ZeRO-3 with the decoder layers as leaf units, unless told otherwise."""
+    """DeepSpeed without any checkpointing; under ZeRO-3 its decoder layers are leaf units, unless told otherwise."""
     staged3 = settings["zero_optimization"]["stage"] == 3
     return engine(model, settings, decoder_layers(model) if leaves and staged3 else None)
 
 
-def pair(
-    build_model: Callable[[], nn.Module], stage: int, accumulation: int = 1, leaves: bool = True, **settings: Any
-) -> tuple[Any, Any]:
-    """(reference, ours): two engines for the same model and settings. `settings` replace keys of the JSON."""
-    ds = config(stage, accumulation) | settings
-    return reference_engine(build_model(), ds, leaves), hilore_engine(build_model(), ds)
+def pair(build_model: Callable[[], nn.Module], settings: dict[str, Any], **block: Any) -> tuple[Any, Any]:
+    """(reference, ours): two engines of the same model and settings."""
+    return reference_engine(build_model(), settings), hilore_engine(build_model(), settings, **block)
 
 
 def run_update(made: Any, number: int, loss: Loss = plain_loss) -> dict[str, Tensor]:
@@ -69,6 +64,12 @@ def run_update(made: Any, number: int, loss: Loss = plain_loss) -> dict[str, Ten
             found = gradients(made)
         made.step()
     return found
+
+
+def run_one_microbatch(made: Any, number: int) -> None:
+    """Forward, backward and `step` of one microbatch, for updates that are not meant to end."""
+    made.backward(plain_loss(made, *batch(seed=number)))
+    made.step()
 
 
 def units_of(made: Any) -> list[str]:
