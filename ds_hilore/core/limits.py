@@ -22,7 +22,6 @@ _IN_CODE = (
     Limit("torch.compile around a unit, engine.compile(), compiled autograd", "compile inside the units"),
     Limit("Domino layers", "ordinary layers with ZeRO"),
     Limit("no_sync on ZeRO-2 and ZeRO-3", "gradient_accumulation_steps"),
-    Limit("Double backward through a unit", "exclude the unit with the key units"),
     Limit("A second backward over one forward", "retain_graph=True in the first"),
 )
 

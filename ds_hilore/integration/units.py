@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -51,17 +50,8 @@ def find_units(model: nn.Module, wanted: str | tuple[str, ...]) -> Units:
     return Units(_named(model, modules), tuple(module for module in modules if module not in by_host))
 
 
-@contextmanager
-def led_through_checkpoint(modules: tuple[nn.Module, ...]) -> Iterator[None]:
-    """Inside, the inner `forward` of these modules is a checkpointed call. Module hooks stay outside of it."""
-    apply_wrapping(modules)
-    try:
-        yield
-    finally:
-        undo_wrapping(modules)
-
-
 def apply_wrapping(modules: tuple[nn.Module, ...]) -> None:
+    """Makes the inner `forward` of these modules a checkpointed call. Module hooks stay outside of it."""
     for module in modules:
         if "forward" in module.__dict__:
             raise ConfigError(

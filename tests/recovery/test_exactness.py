@@ -48,6 +48,15 @@ def test_every_plan_gives_the_plain_gradients(family: str, adapters: str) -> Non
     assert differences(plain, host.gradients(_loss, (H,), drop=True)) == [], "stored, then dropped"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_replays_that_hold_all_they_save(family: str) -> None:
+    host = Host(_build(family, "lora"))
+    plain = host.gradients(_loss, None)
+    host.context.lean_replay = False
+    for name in ("all-R", "mixed"):
+        assert differences(plain, host.gradients(_loss, PLANS[name])) == [], name
+
+
 @pytest.mark.parametrize("family", sorted(DEAD))
 def test_dead_work_is_found_where_it_is_known(family: str) -> None:
     host = Host(_build(family, "lora"))

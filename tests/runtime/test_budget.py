@@ -13,7 +13,7 @@ from ds_hilore.core.budget import BudgetKind, MemoryBudget
 from ds_hilore.core.types import Action, Solver, UnitId, UnitProfile, Variant
 from ds_hilore.planning.problem import evaluate
 from ds_hilore.planning.program import SolverLimits
-from ds_hilore.runtime.budget import Baseline, PhasePeaks, RankPlanner, UniformPlan, all_units, shape_class
+from ds_hilore.runtime.budget import Baseline, PhasePeaks, RankPlanner, UniformPlan, all_units, loss_leads, shape_class
 
 TOKENS = st.integers(1, 1 << 22)
 
@@ -230,3 +230,10 @@ print("end of main")
 """
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.strip() == "end of main", done.stderr
+
+
+@pytest.mark.parametrize(("loss", "leads"), [(1_000, False), (1_399, False), (1_400, True), (9_000, True)])
+def test_replays_are_lean_unless_the_loss_needs_far_more_than_backward(loss: int, leads: bool) -> None:
+    units = (UnitProfile(UnitId("layer"), "Layer", (Variant("R", Action.RECOMPUTE, 100),)),)
+    baseline = Baseline(loss, (PhasePeaks(8, 500, loss, 1_000), PhasePeaks(8, 500, 9_000, 1_000)), 10_000)
+    assert loss_leads(baseline, {8: units}) is leads
