@@ -17,7 +17,7 @@ from ds_hilore.integration.checkpoint import checkpoint
 from tests.engines import config, difference, engine
 from tests.integration import updates
 from tests.models import batch, decoder_layers, llama, lora, plain_loss
-from tests.ranks import RankPool
+from tests.ranks import RankPool, run_ranks
 
 HERE = "tests.integration.test_situations"
 STAGES = pytest.mark.parametrize("stage", [0, 2, 3])
@@ -284,8 +284,8 @@ def test_a_model_that_is_not_of_transformers(ranks: RankPool, stage: int, by_fun
 
 
 @STAGES
-def test_detach_gives_everything_back(ranks: RankPool, stage: int) -> None:
-    for found in ranks.run(f"{HERE}:detached", stage=stage):
+def test_detach_gives_everything_back(stage: int) -> None:
+    for found in run_ranks(f"{HERE}:detached", stage=stage):  # in processes where no other engine is attached
         assert found == {
             "replaced": True,
             "restored": True,
