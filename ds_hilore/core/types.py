@@ -48,6 +48,21 @@ class UnitId:
         return self.name if self.call == 0 else f"{self.name}#{self.call}"
 
 
+@dataclass(frozen=True, order=True)
+class Shape:
+    """Size of what a unit works on: segments (sequences) and the positions in each, padding included."""
+
+    segments: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.segments * self.length
+
+    def __str__(self) -> str:
+        return f"{self.segments} x {self.length}"
+
+
 @dataclass(frozen=True)
 class Variant:
     """What a plan may choose for a unit. H, L and R are the kinds; a kind may have several variants.
