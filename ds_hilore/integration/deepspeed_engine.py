@@ -25,6 +25,7 @@ from ds_hilore.core.host_rules import check_against_ds_json
 from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch, ModelParallelRng
 from ds_hilore.integration.control_plane import control_plane
 from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
+from ds_hilore.integration.gated_mlp import apply_gated_mlps, undo_gated_mlps
 from ds_hilore.integration.gradient_scale import EngineScale
 from ds_hilore.integration.peft import let_embedding_outputs_require_grad
 from ds_hilore.integration.refusals import (
@@ -197,6 +198,7 @@ class AttachedHost:
             guard.apply()
         self._stack.callback(undo_wrapping, self.units.wrapped)
         apply_wrapping(self.units.wrapped)
+        self._stack.callback(undo_gated_mlps, apply_gated_mlps(self.units.modules))
         DeepSpeedCheckpointPatch.apply()
         self._stack.callback(DeepSpeedCheckpointPatch.undo)
         for name in ("forward", "backward", "step", "load_checkpoint", "no_sync", "compile"):

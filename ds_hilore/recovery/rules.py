@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_hilore.recovery.bundle import Handle, Kept, ParameterRef, Value, peek, raw_saved, same_bits
+from ds_hilore.recovery.gated import Gate
 
 if TYPE_CHECKING:
     from ds_hilore.recovery.recipes import BundleBuilder
@@ -228,6 +229,18 @@ def _normalise(
     return function(source, shape, *weights, eps=epsilon)
 
 
+def _gated_product(builder: BundleBuilder, node: Any, edge: Edge, depth: int) -> Match | None:
+    packed = [saved.data for saved in node._raw_saved_tensors]
+    if any(type(held) is not Handle or held.owner is not builder.owner or held.value is None for held in packed):
+        return None
+    gate: Gate = node.gate
+    return f"gated_{gate.name}", partial(_multiply_gated, gate=gate), (packed[0].value, packed[1].value)
+
+
+def _multiply_gated(x: Tensor, up: Tensor, gate: Gate) -> Tensor:
+    return gate.apply(x).mul_(up)
+
+
 def _signed(number: int) -> int:
     """Autograd shows a negative dimension as an unsigned 64-bit number."""
     return number - (1 << 64) if number >= 1 << 63 else number
@@ -243,6 +256,7 @@ COSTLY = frozenset(
         "PowBackward0",
         "NativeLayerNormBackward0",
         "FusedRmsNormBackward0",
+        "GatedProductBackward",
     }
 )
 
@@ -270,4 +284,5 @@ RULES: dict[str, Rule] = {
     "ReshapeAliasBackward0": _reshape,
     "NativeLayerNormBackward0": _layer_norm,
     "FusedRmsNormBackward0": _rms_norm,
+    "GatedProductBackward": _gated_product,
 }

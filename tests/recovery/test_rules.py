@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_hilore.recovery.gated import Gate, gated_product
 from ds_hilore.recovery.rules import COSTLY, RULES
 from tests.recovery.scenes import tensor
 from tests.recovery.units import CPU, H, R, Run, Scene, Units, assert_exact
@@ -64,6 +65,8 @@ CASES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "layer_norm_1e-05 with weight and bias": ("NativeLayerNormBackward0", LAYER_NORM),
     "rotary": ("CatBackward0", _rotary),
     "RMSNorm by hand": ("ToCopyBackward0", _rms_norm_by_hand),
+    "gated_silu": ("GatedProductBackward", lambda x: gated_product(x * 2, x * 3, Gate())),
+    "gated_gelu_tanh": ("GatedProductBackward", lambda x: gated_product(x * 2, x * 3, Gate("tanh"))),
     "two steps": ("GeluBackward0", lambda x: F.gelu(x) * torch.sigmoid(x)),
 }
 
