@@ -1,17 +1,24 @@
-"""What the first updates tell about each unit: bytes of its inputs and of its stored state, seconds of its replay.
+"""What the running job tells about each unit: bytes of its inputs and of its stored state, seconds of its variants.
 
-Both grow with the tokens of the microbatch, so they are kept per token and a new shape needs no new measurement.
-Seconds are the least of all observations (noise only adds), bytes the greatest.
+All of it is fitted over shapes, per class of units (fit.py), so a new shape needs no new measurement. Bytes are upper
+envelopes, seconds typical values. Seconds that were never measured come from the analytic rates, where there are any;
+bytes never do: a class of which no call was stored can only be replayed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ds_hilore.core.types import Action, UnitId, UnitProfile, Variant
+from ds_hilore.core.errors import UsageError
+from ds_hilore.core.types import Action, Shape, UnitId, UnitProfile, Variant
+from ds_hilore.profiling.fit import BY_TOKEN, BytesFit, Rate, SecondsFit
+
+#: Name of the variant that all gains are counted from.
+RECOMPUTE = "R"
+STORE = "H"
 
 
 @dataclass(frozen=True)
@@ -20,87 +27,272 @@ class UnitFootprint:
 
     unit: UnitId
     unit_class: str
-    tokens: int
+    shape: Shape
     input_bytes: int
     stored_bytes: int | None = None  # inputs included; None where the call was not stored
 
+    @property
+    def tokens(self) -> int:
+        return self.shape.tokens
+
+
+@dataclass(frozen=True)
+class UnitRates:
+    """Analytic costs of a class of units: bytes, and seconds on a device (cost_model.py).
+
+    `state_bytes` is what storing adds to the inputs; `backward_s` is of a stored unit, a replayed one adds `replay_s`.
+    """
+
+    input_bytes: Rate = BY_TOKEN
+    state_bytes: Rate = BY_TOKEN
+    forward_s: Rate = BY_TOKEN
+    backward_s: Rate = BY_TOKEN
+    replay_s: Rate = BY_TOKEN
+
 
 @dataclass
-class _ClassRates:
-    """Per token. `state_bytes`: what storing adds to the inputs, of one and the same call."""
+class VariantSeconds:
+    """Observed seconds of a variant's forward and backward, replay included."""
 
-    input_bytes: float = 0.0
-    state_bytes: float | None = None
-    replay_seconds: float | None = None
+    forward: SecondsFit
+    backward: SecondsFit
+
+    @property
+    def both(self) -> bool:
+        return self.forward.count > 0 and self.backward.count > 0
+
+
+@dataclass
+class ClassFits:
+    """All fits of one class of units. `state`: what storing adds to the inputs, of one and the same call."""
+
+    rates: UnitRates
+    inputs: BytesFit
+    state: BytesFit
+    replay: SecondsFit
+    variants: dict[str, VariantSeconds] = field(default_factory=dict)
+
+    @classmethod
+    def around(cls, rates: UnitRates) -> ClassFits:
+        return cls(rates, BytesFit(rates.input_bytes), BytesFit(rates.state_bytes), SecondsFit(rates.replay_s))
+
+    def seconds(self, variant: str) -> VariantSeconds:
+        found = self.variants.get(variant)
+        if found is None:
+            backward = self.rates.backward_s
+            if variant == RECOMPUTE:
+                backward = backward + self.rates.replay_s
+            found = self.variants[variant] = VariantSeconds(SecondsFit(self.rates.forward_s), SecondsFit(backward))
+        return found
+
+    def solved(self) -> tuple[Rate, ...]:
+        """All rates as they stand: equal as long as no prediction has changed."""
+        timed = [rate for pair in self.variants.values() for rate in (pair.forward.rate, pair.backward.rate)]
+        return (self.inputs.rate, self.state.rate, self.replay.rate, *timed)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Seconds that a variant saves against R in the whole of forward and backward, as observed; `noise_s`: one
+    standard error of that."""
+
+    seconds: float
+    noise_s: float
+    count: int  # observations of the variant
+
+    @property
+    def pays(self) -> bool:
+        """Positive beyond noise."""
+        return self.seconds > 2 * self.noise_s
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Shape of a unit relative to that of the first unit: other towers of a model work on other lengths.
+
+    `length`: None where the unit's segments grow with the first unit's, else the length that its segments have
+    (patches of an image).
+    """
+
+    share: float = 1.0  # tokens per token of the first unit
+    length: int | None = None
+
+    @classmethod
+    def between(cls, first: Shape, own: Shape) -> Relation:
+        share = max(1, own.tokens) / max(1, first.tokens)
+        return cls(share, None if own.segments in (1, first.segments) else max(1, own.length))
+
+    def apply(self, first: Shape) -> Shape:
+        if self.share == 1.0 and self.length is None:
+            return first
+        tokens = math.ceil(first.tokens * self.share)
+        length = self.length if self.length is not None else max(1, math.ceil(first.length * self.share))
+        return Shape(math.ceil(tokens / length), length)
 
 
 @dataclass
 class Measurements:
-    """Collects footprints and replay times; gives profiles of the units for any number of tokens."""
+    """Collects footprints and times; gives profiles of the units for any shape.
 
-    roster: list[tuple[UnitId, str]] = field(default_factory=list)  # units in forward order, with their class
-    rates: dict[str, _ClassRates] = field(default_factory=dict)
-    _tokens: dict[UnitId, int] = field(default_factory=dict)
+    Attributes:
+        rates: analytic costs by class of units; a class that is not in it grows with its tokens.
+        roster: units in forward order, with their class.
+        classes: fits by class.
+        relations: shapes of units relative to the first.
+        struck: reasons by (class, variant).
+    """
+
+    rates: Mapping[str, UnitRates] = field(default_factory=dict)
+    roster: list[tuple[UnitId, str]] = field(default_factory=list)
+    classes: dict[str, ClassFits] = field(default_factory=dict)
+    relations: dict[UnitId, Relation] = field(default_factory=dict)
+    struck: dict[tuple[str, str], str] = field(default_factory=dict)
+    _shapes: dict[UnitId, Shape] = field(default_factory=dict)
     _class_of: dict[UnitId, str] = field(default_factory=dict)
-    _share: dict[UnitId, float] = field(default_factory=dict)  # tokens of a unit per token of the first unit
+    _profiles: dict[Shape, tuple[UnitProfile, ...]] = field(default_factory=dict)
+    _stamp: tuple[tuple[Rate, ...], ...] = ()
+
+    MAX_CACHED = 64
+
+    # -- observations ----------------------------------------------------------------------------------------------
 
     def note_forward(self, footprints: list[UnitFootprint]) -> None:
         """One microbatch's units, in forward order. Of none, nothing is learnt."""
         if not footprints:
             return
-        self.roster = [(footprint.unit, footprint.unit_class) for footprint in footprints]
-        self._class_of.update(self.roster)
-        first = max(1, footprints[0].tokens)
+        roster = [(footprint.unit, footprint.unit_class) for footprint in footprints]
+        if roster != self.roster:
+            self.roster = roster
+            self._class_of.update(roster)
+            self._profiles.clear()
+        first = footprints[0].shape
         for footprint in footprints:
-            tokens = max(1, footprint.tokens)
-            self._tokens[footprint.unit] = tokens
-            self._share[footprint.unit] = tokens / first
-            rates = self.rates.setdefault(footprint.unit_class, _ClassRates())
-            rates.input_bytes = max(rates.input_bytes, footprint.input_bytes / tokens)
+            unit, shape = footprint.unit, footprint.shape
+            self._shapes[unit] = shape
+            relation = Relation.between(first, shape)
+            if relation != self.relations.get(unit):
+                self.relations[unit] = relation
+                self._profiles.clear()
+            fits = self.fits_of(footprint.unit_class)
+            fits.inputs.note(shape, footprint.input_bytes)
             if footprint.stored_bytes is not None:
-                state = (footprint.stored_bytes - footprint.input_bytes) / tokens
-                rates.state_bytes = max(rates.state_bytes or 0.0, state)
+                fits.state.note(shape, footprint.stored_bytes - footprint.input_bytes)
+
+    def fits_of(self, unit_class: str) -> ClassFits:
+        """The fits of a class, made at its first sight."""
+        fits = self.classes.get(unit_class)
+        if fits is None:
+            fits = self.classes[unit_class] = ClassFits.around(self.rates.get(unit_class, UnitRates()))
+        return fits
 
     def replay_receiver(self, unit: UnitId) -> Callable[[float], None]:
         """What takes the seconds of the replay that begins now, whenever they are known.
 
         Of a call whose forward was not noted nothing is learnt.
         """
+        unit_class, shape = self._class_of.get(unit), self._shapes.get(unit)
+        if unit_class is None or shape is None:
+            return lambda seconds: None
+        # A clock may tell after the next microbatch has begun: the shape is that of now.
+        return partial(self.classes[unit_class].replay.note, shape)
+
+    def note_seconds(
+        self, unit: UnitId, variant: str, shape: Shape, forward_s: float | None, backward_s: float | None
+    ) -> None:
+        """Seconds of one call of a unit that ran as `variant`; None for a phase that was not observed.
+
+        Args:
+            shape: of the unit's own inputs.
+            backward_s: replay or decoding included.
+        """
         unit_class = self._class_of.get(unit)
         if unit_class is None:
-            return lambda seconds: None
-        # A clock may tell after the next microbatch has begun: the tokens are those of now.
-        return partial(self._note_replay, self.rates[unit_class], self._tokens[unit])
+            return
+        seconds = self.fits_of(unit_class).seconds(variant)
+        if forward_s is not None:
+            seconds.forward.note(shape, forward_s)
+        if backward_s is not None:
+            seconds.backward.note(shape, backward_s)
 
-    @staticmethod
-    def _note_replay(rates: _ClassRates, tokens: int, seconds: float) -> None:
-        rate = seconds / tokens
-        rates.replay_seconds = rate if rates.replay_seconds is None else min(rates.replay_seconds, rate)
+    def strike(self, unit_class: str, variant: str, reason: str) -> None:
+        """Leaves a variant of a class out of all further profiles.
+
+        Raises:
+            UsageError: the variant is R, which every unit must keep.
+        """
+        if variant == RECOMPUTE:
+            raise UsageError(f"{unit_class}: recompute cannot be struck out, it is what every unit falls back on")
+        self.struck[(unit_class, variant)] = reason
+        self._profiles.clear()
+
+    # -- answers ---------------------------------------------------------------------------------------------------
 
     def unmeasured_classes(self) -> set[str]:
         """Classes of which no call was stored yet."""
-        return {name for _, name in self.roster if self.rates[name].state_bytes is None}
+        return {name for _, name in self.roster if self.classes[name].state.count == 0}
 
-    def profiles(self, tokens: int) -> tuple[UnitProfile, ...]:
-        """The units as the planner sees them, for a microbatch whose first unit has `tokens` tokens.
-
-        A class that was never stored, or never replayed, can only be replayed.
-        """
-        return tuple(self._profile(unit, name, tokens) for unit, name in self.roster)
-
-    def _profile(self, unit: UnitId, unit_class: str, tokens: int) -> UnitProfile:
-        rates = self.rates[unit_class]
-        count = math.ceil(tokens * self._share[unit])
-        inputs = math.ceil(rates.input_bytes * count)
-        if rates.state_bytes is None or rates.replay_seconds is None:
-            return UnitProfile(unit, unit_class, (Variant("R", Action.RECOMPUTE, inputs),))
-        state = math.ceil(rates.state_bytes * count)
-        return UnitProfile(
-            unit,
-            unit_class,
-            (
-                # a replay holds the same bundle, by the same recipes, while the unit's backward runs
-                Variant("R", Action.RECOMPUTE, inputs, workspace_bytes=state),
-                Variant("H", Action.STORE, inputs + state, saved_seconds=rates.replay_seconds * count),
-            ),
+    def gain(self, unit_class: str, variant: str, shape: Shape) -> Gain | None:
+        """What a variant is measured to save; None where it or R was not observed in both phases."""
+        fits = self.classes.get(unit_class)
+        if fits is None or variant not in fits.variants or RECOMPUTE not in fits.variants:
+            return None
+        ours, theirs = fits.variants[variant], fits.variants[RECOMPUTE]
+        if not (ours.both and theirs.both):
+            return None
+        seconds = (
+            theirs.forward.of(shape) + theirs.backward.of(shape) - ours.forward.of(shape) - ours.backward.of(shape)
         )
+        parts = (ours.forward, ours.backward, theirs.forward, theirs.backward)
+        noise = math.sqrt(sum((part.of(shape) * part.standard_error) ** 2 for part in parts))
+        return Gain(seconds, noise, min(ours.forward.count, ours.backward.count))
+
+    def replay_seconds(self, unit_class: str, shape: Shape) -> float | None:
+        """Seconds of one replay: measured, else analytic at the speed that was measured of other work, else None."""
+        fits = self.classes[unit_class]
+        if fits.replay.count:
+            return fits.replay.of(shape)
+        if unit_class not in self.rates:
+            return None
+        return fits.rates.replay_s.of(shape) * self._slowness(shape)
+
+    def _slowness(self, shape: Shape) -> float:
+        """Measured over analytic seconds of what was observed of any class; 1 where nothing was."""
+        for name, fits in self.classes.items():
+            if name not in self.rates:
+                continue
+            pairs = [(fits.replay, fits.rates.replay_s)]
+            pairs += [(seconds.forward, fits.rates.forward_s) for seconds in fits.variants.values()]
+            for fit, rate in pairs:
+                if fit.count and rate.of(shape) > 0:
+                    return fit.of(shape) / rate.of(shape)
+        return 1.0
+
+    def profiles(self, shape: Shape) -> tuple[UnitProfile, ...]:
+        """The units as the planner sees them, for a microbatch whose first unit has this shape.
+
+        A class that was never stored, or of whose replay nothing is known, can only be replayed.
+        """
+        stamp = tuple([fits.solved() for fits in self.classes.values()])
+        if stamp != self._stamp or len(self._profiles) >= self.MAX_CACHED:
+            self._profiles.clear()
+            self._stamp = stamp
+        found = self._profiles.get(shape)
+        if found is None:
+            found = self._profiles[shape] = tuple([self._profile(unit, name, shape) for unit, name in self.roster])
+        return found
+
+    def _profile(self, unit: UnitId, unit_class: str, first: Shape) -> UnitProfile:
+        fits = self.classes[unit_class]
+        shape = self.relations[unit].apply(first)
+        inputs = fits.inputs.of(shape)
+        replay_s = self.replay_seconds(unit_class, shape)
+        if fits.state.count == 0 or replay_s is None:
+            return UnitProfile(unit, unit_class, (Variant(RECOMPUTE, Action.RECOMPUTE, inputs),))
+        state = fits.state.of(shape)
+        # a replay holds the same bundle, by the same recipes, while the unit's backward runs
+        variants = [Variant(RECOMPUTE, Action.RECOMPUTE, inputs, workspace_bytes=state)]
+        if (unit_class, STORE) not in self.struck:
+            gain = self.gain(unit_class, STORE, shape)
+            saved = replay_s if gain is None else gain.seconds
+            variants.append(Variant(STORE, Action.STORE, inputs + state, saved_seconds=saved))
+        return UnitProfile(unit, unit_class, tuple(variants))

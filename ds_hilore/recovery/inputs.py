@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ds_hilore.core.types import Shape
 from ds_hilore.recovery.bundle import Kept, parameter_of
 
 
@@ -78,12 +79,19 @@ class UnitInputs:
         return first if isinstance(first, Module) else None
 
     @property
-    def tokens(self) -> int:
-        """Positions that the unit works on: rows x length of its first floating-point input, 0 where it has none."""
+    def shape(self) -> Shape:
+        """Rows x length of the unit's first floating-point input, whose last dimension is its width; 0 x 0 where it
+        has none. Rows of a two-dimensional input are the positions of one segment."""
         for leaf in self.leaves:
             if isinstance(leaf, _Held) and leaf.kept.tensor.is_floating_point() and leaf.kept.tensor.dim() >= 2:
-                return leaf.kept.tensor.shape[:-1].numel()
-        return 0
+                size = leaf.kept.tensor.shape
+                return Shape(size[:-2].numel(), size[-2])
+        return Shape(0, 0)
+
+    @property
+    def tokens(self) -> int:
+        """Positions that the unit works on."""
+        return self.shape.tokens
 
     def held(self) -> list[Tensor]:
         """The tensors that are kept for a replay, as detached aliases."""

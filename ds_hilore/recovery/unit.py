@@ -100,7 +100,7 @@ class UnitCall:
         self.action = action
         self.inputs = inputs
         self.generation = context.generation
-        self.tokens = inputs.tokens
+        self.shape = inputs.shape
         self.surroundings = Surroundings(inputs.device, context.rng_tracker)
         self._facts = context.facts(inputs.module)
         self._version = 0  # of the unit's own state, when its forward ended

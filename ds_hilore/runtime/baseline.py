@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from ds_hilore.core.errors import UsageError
+from ds_hilore.core.types import Shape
 from ds_hilore.memory.glibc import tight_malloc
 from ds_hilore.memory.meter import CpuMeter, PeakMeter
 from ds_hilore.runtime.budget import Baseline, PhasePeaks
@@ -21,36 +22,36 @@ class BaselineMeter:
         self._meter = meter
         self._phases: list[PhasePeaks] = []
         self._peak = 0
-        self._tokens: int | None = None
+        self._shape: Shape | None = None
         self._forward = 0
         self._loss = 0
         self._settings = ExitStack()
         self.complete = False
 
-    def begin(self, tokens: int) -> None:
+    def begin(self, shape: Shape) -> None:
         """The first unit of a microbatch is about to run."""
         if self.complete:
             return
-        if self._tokens is None and not self._phases and isinstance(self._meter, CpuMeter):
+        if self._shape is None and not self._phases and isinstance(self._meter, CpuMeter):
             self._settings.enter_context(tight_malloc())
         self._peak = max(self._peak, self._meter.peak_bytes() if self._phases else 0)
-        self._tokens = tokens
+        self._shape = shape
         self._meter.reset()
 
     def backward_begins(self) -> None:
         """The final plan was just applied. Forward and loss share one peak: nothing in all-R tells them apart."""
-        if self._tokens is not None:
+        if self._shape is not None:
             self._loss = self._forward = self._meter.peak_bytes()
             self._meter.reset()
 
     def end(self) -> None:
         """The backward of the microbatch is over."""
-        if self._tokens is None:
+        if self._shape is None:
             return
         backward = self._meter.peak_bytes()
-        self._phases.append(PhasePeaks(self._tokens, self._forward, self._loss, backward))
+        self._phases.append(PhasePeaks(self._shape, self._forward, self._loss, backward))
         self._peak = max(self._peak, self._forward, self._loss, backward)
-        self._tokens = None
+        self._shape = None
         self._meter.reset()
 
     def step_done(self) -> None:
@@ -64,7 +65,7 @@ class BaselineMeter:
         """The update failed: measure the next one instead."""
         if not self.complete:
             self._phases.clear()
-            self._tokens = None
+            self._shape = None
             self._peak = 0
             self._settings.close()
 

@@ -1,4 +1,4 @@
-"""From a measured all-R update to plans: what the rest of the device holds, and a plan for any number of tokens."""
+"""From a measured all-R update to plans: what the rest of the device holds, and a plan for any shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ds_hilore.core.budget import MemoryBudget
-from ds_hilore.core.types import Action, Plan, Solver, UnitId, UnitProfile
+from ds_hilore.core.types import Action, Plan, Shape, Solver, UnitId, UnitProfile
 from ds_hilore.planning.background import BackgroundPlanner
 from ds_hilore.planning.greedy import greedy
 from ds_hilore.planning.problem import Infeasible, Problem, evaluate
@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PhasePeaks:
-    """Peak bytes of the device in one all-R microbatch, floor included, and its tokens."""
+    """Peak bytes of the device in one all-R microbatch, floor included, and the shape of its first unit."""
 
-    tokens: int
+    shape: Shape
     forward: int
     loss: int
     backward: int
@@ -44,16 +44,16 @@ class RankPlanner:
         self.infeasible: Infeasible | None = None
         self._background = None if solver is Solver.GREEDY else BackgroundPlanner(partial(solve, limits=limits))
         self._calibrations = 0
-        self._plans: dict[int, Plan] = {}
-        self._problems: dict[int, Problem] = {}
+        self._plans: dict[Shape, Plan] = {}
+        self._problems: dict[Shape, Problem] = {}
         self._base: tuple[int, int, int] = (0, 0, 0)
 
-    def calibrate(self, baseline: Baseline, profiles: dict[int, tuple[UnitProfile, ...]]) -> None:
+    def calibrate(self, baseline: Baseline, profiles: dict[Shape, tuple[UnitProfile, ...]]) -> None:
         """Splits the measured peaks into the units' part, which plans change, and the rest, which stays.
 
         Args:
             baseline: peaks of an all-R update.
-            profiles: of every number of tokens in `baseline.phases`.
+            profiles: of every shape in `baseline.phases`.
         """
         self.budget_bytes = self.budget.bytes_on(baseline.device_bytes, baseline.peak_bytes)
         self._calibrations += 1
@@ -62,30 +62,30 @@ class RankPlanner:
         self.infeasible = None
         forward = loss = backward = 0
         for phase in baseline.phases:
-            empty = evaluate(_problem(profiles[phase.tokens], 0, (0, 0, 0)), {})
+            empty = evaluate(_problem(profiles[phase.shape], 0, (0, 0, 0)), {})
             units = {peak.row.value: peak.bytes for peak in empty.peaks}
             forward = max(forward, phase.forward - units["forward"])
             loss = max(loss, phase.loss - units["loss"])
             backward = max(backward, phase.backward - units["backward"])
         self._base = (max(0, forward), max(0, loss), max(0, backward))
 
-    def plan_for(self, tokens: int, profiles: tuple[UnitProfile, ...]) -> Plan:
-        """The best plan known for a microbatch of `tokens` tokens; profiles are those of `shape_class(tokens)`.
+    def plan_for(self, shape: Shape, profiles: tuple[UnitProfile, ...]) -> Plan:
+        """The best plan known for a microbatch of this shape class; profiles are those of the same class.
 
         Never waits: the first answer is greedy's, a solved one takes its place when it is ready. Where not even all-R
         fits, all-R is the plan (nothing needs less) and `infeasible` says what is missing.
         """
         if self._background is not None:
-            solved = self._background.best((self._calibrations, tokens))
+            solved = self._background.best((self._calibrations, shape))
             if solved is not None:
                 return solved
-        plan = self._plans.get(tokens)
+        plan = self._plans.get(shape)
         if plan is None:
-            plan = self._plans[tokens] = self._first_plan(tokens, profiles)
+            plan = self._plans[shape] = self._first_plan(shape, profiles)
         return plan
 
-    def _first_plan(self, tokens: int, profiles: tuple[UnitProfile, ...]) -> Plan:
-        problem = self._problems[tokens] = _problem(profiles, self.budget_bytes, self._base)
+    def _first_plan(self, shape: Shape, profiles: tuple[UnitProfile, ...]) -> Plan:
+        problem = self._problems[shape] = _problem(profiles, self.budget_bytes, self._base)
         result = greedy(problem)
         if isinstance(result, Infeasible):
             if self.infeasible is None:
@@ -94,12 +94,12 @@ class RankPlanner:
             units = [profile.unit for profile in profiles]
             return all_units(units, Action.RECOMPUTE)
         if self._background is not None:
-            self._background.submit((self._calibrations, tokens), problem)
+            self._background.submit((self._calibrations, shape), problem)
         return result
 
-    def problem_for(self, tokens: int) -> Problem | None:
+    def problem_for(self, shape: Shape) -> Problem | None:
         """The problem behind the plans of a shape class, for reports and tests."""
-        return self._problems.get(tokens)
+        return self._problems.get(shape)
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for the background programme. For tests and benchmarks, never in an update."""
@@ -114,19 +114,24 @@ class RankPlanner:
 LEAN_SAVES = 4
 
 
-def loss_leads(baseline: Baseline, profiles: dict[int, tuple[UnitProfile, ...]]) -> bool:
+def loss_leads(baseline: Baseline, profiles: dict[Shape, tuple[UnitProfile, ...]]) -> bool:
     """Whether the loss (whole logits, or a large chunk of them) needs so much more than any unit's backward that a
     replay may hold all it saves: lean replays would cost time and lower no peak. Plans add to both rows alike."""
     return all(
-        phase.loss - phase.backward >= LEAN_SAVES * max(unit.variant("R").held_bytes for unit in profiles[phase.tokens])
+        phase.loss - phase.backward >= LEAN_SAVES * max(unit.variant("R").held_bytes for unit in profiles[phase.shape])
         for phase in baseline.phases
     )
 
 
-def shape_class(tokens: int) -> int:
-    """Rounds tokens up to 1/8 of their power of two: a plan for the class fits every shape in it."""
-    step = max(1, (1 << max(0, tokens - 1).bit_length()) >> 4)
-    return -(-tokens // step) * step
+def shape_class(shape: Shape) -> Shape:
+    """Rounds segments and length up to 1/8 of their power of two: a plan for the class fits every shape in it."""
+    return Shape(round_up(shape.segments), round_up(shape.length))
+
+
+def round_up(count: int) -> int:
+    """To the next of 8 steps between two powers of two; up to 16 nothing is rounded."""
+    step = max(1, (1 << max(0, count - 1).bit_length()) >> 4)
+    return -(-count // step) * step
 
 
 def all_units(units: list[UnitId], action: Action) -> Plan:

@@ -1,6 +1,6 @@
 """One controller per engine: what happens to the units of each microbatch, from its forward to its backward.
 
-    IDLE      --first unit of a forward with grad-->  FORWARD     plan chosen for the microbatch's tokens
+    IDLE      --first unit of a forward with grad-->  FORWARD     plan chosen for the microbatch's shape
     FORWARD   --loss hook, or first unpack-------->  BACKWARD    final plan applied (`settle`)
     BACKWARD  --end of backward, next forward----->  IDLE        observations taken
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hilore.core.errors import UsageError
-from ds_hilore.core.types import Action, Plan, UnitId
+from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.profiling.clock import Clock
 from ds_hilore.profiling.measure import Measurements
@@ -200,7 +200,7 @@ class Controller:
             return self._host_checkpoint(function, *args, **kwargs)
         inputs = UnitInputs.capture(function, args, kwargs)
         if self._awaits_unit:
-            self._begin_microbatch(inputs.tokens)
+            self._begin_microbatch(inputs.shape)
         module = inputs.module
         name, unit_class = self._name(module, function)
         batch = self.microbatch
@@ -225,27 +225,27 @@ class Controller:
         name = getattr(function, "__qualname__", type(function).__name__)
         return name, name
 
-    def _begin_microbatch(self, tokens: int) -> None:
+    def _begin_microbatch(self, shape: Shape) -> None:
         self._awaits_unit = False
         self.phase = Phase.FORWARD
         self.context.settled = False
         batch = self.microbatch
-        batch.tokens = tokens
+        batch.shape = shape
         batch.facts = self._announced.take()
-        batch.plan = self._choose(tokens)
+        batch.plan = self._choose(shape)
         if self.stage is Stage.MEASURE_R:
             self.context.timing = self._timed_replay
             if self.update > 0 and self._forced is None:  # optimizer state exists after the first update
-                self._baseline.begin(tokens)
+                self._baseline.begin(shape)
 
-    def _choose(self, tokens: int) -> Plan:
+    def _choose(self, shape: Shape) -> Plan:
         """The representation of every unit, chosen before it runs (design section 4, first problem)."""
         if isinstance(self._forced, Plan):
             return self._forced
         if self._forced is not None:
             return UniformPlan(action=self._forced)
         if self.stage is Stage.PLANNED:
-            size = shape_class(tokens)
+            size = shape_class(shape)
             return self.parts.planner.plan_for(size, self.measurements.profiles(size))
         if self.stage is Stage.MEASURE_H:
             return self._sampling_plan()
@@ -335,7 +335,7 @@ class Controller:
 
     def _calibrate(self) -> None:
         baseline = self._baseline.result()
-        profiles = {phase.tokens: self.measurements.profiles(phase.tokens) for phase in baseline.phases}
+        profiles = {phase.shape: self.measurements.profiles(phase.shape) for phase in baseline.phases}
         self.parts.planner.calibrate(baseline, profiles)
         self.context.lean_replay = not loss_leads(baseline, profiles)
         self.stage = Stage.PLANNED

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ds_hilore.core.types import Action, Plan, UnitId
+from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.profiling.measure import UnitFootprint
 from ds_hilore.recovery.unit import UnitCall
 from ds_hilore.runtime.update import Coefficients, MicrobatchFacts
@@ -20,7 +20,7 @@ class Microbatch:
     counts: Counter[str] = field(default_factory=Counter)
     ran: dict[UnitId, Action] = field(default_factory=dict)
     sampled: frozenset[str] | None = None
-    tokens: int = 0
+    shape: Shape | None = None  # of its first unit
     plan: Plan = field(default_factory=Plan)
     facts: MicrobatchFacts | None = None
     coefficients: list[Coefficients] = field(default_factory=list)
@@ -44,7 +44,7 @@ def footprints(calls: list[UnitCall]) -> list[UnitFootprint]:
         stored = None
         if call.action is Action.STORE:
             stored = input_bytes + _new_bytes(call.held_storages(), seen)
-        found.append(UnitFootprint(call.unit, call.unit_class, call.tokens, input_bytes, stored))
+        found.append(UnitFootprint(call.unit, call.unit_class, call.shape, input_bytes, stored))
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hilore.core.errors import StateChanged
+from ds_hilore.core.types import Shape
 from ds_hilore.recovery.inputs import UnitInputs
 
 
@@ -72,6 +73,14 @@ def test_tokens_are_counted_on_the_first_floating_point_input() -> None:
     ids, hidden = torch.zeros(2, 5, dtype=torch.long), torch.zeros(3, 7, 4)
     assert _capture(None, ids, torch.zeros(9), hidden).tokens == 21
     assert _capture(None, ids).tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [((3, 7, 4), Shape(3, 7)), ((7, 4), Shape(1, 7)), ((2, 3, 7, 4), Shape(6, 7)), ((9,), Shape(0, 0))],
+)
+def test_rows_are_segments(size: tuple[int, ...], shape: Shape) -> None:
+    assert _capture(None, torch.zeros(size)).shape == shape
 
 
 def test_an_edited_input_is_refused() -> None:

@@ -10,35 +10,54 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hilore.core.budget import BudgetKind, MemoryBudget
-from ds_hilore.core.types import Action, Solver, UnitId, UnitProfile, Variant
+from ds_hilore.core.types import Action, Shape, Solver, UnitId, UnitProfile, Variant
 from ds_hilore.planning.problem import evaluate
 from ds_hilore.planning.program import SolverLimits
-from ds_hilore.runtime.budget import Baseline, PhasePeaks, RankPlanner, UniformPlan, all_units, loss_leads, shape_class
+from ds_hilore.runtime.budget import (
+    Baseline,
+    PhasePeaks,
+    RankPlanner,
+    UniformPlan,
+    all_units,
+    loss_leads,
+    round_up,
+    shape_class,
+)
 
-TOKENS = st.integers(1, 1 << 22)
+COUNT = st.integers(1, 1 << 22)
+TEN, TWENTY = Shape(2, 5), Shape(4, 5)
 
 
-@given(TOKENS)
-def test_shape_class_is_at_least_the_tokens_and_at_most_an_eighth_more(tokens: int) -> None:
-    size = shape_class(tokens)
-    assert tokens <= size and 8 * (size - tokens) < tokens
-    assert shape_class(size) == size
+@given(COUNT)
+def test_rounding_up_adds_less_than_an_eighth(count: int) -> None:
+    size = round_up(count)
+    assert count <= size and 8 * (size - count) < count
+    assert round_up(size) == size
 
 
-@given(TOKENS, TOKENS)
-def test_shape_class_is_monotone(one: int, other: int) -> None:
+@given(COUNT, COUNT)
+def test_rounding_up_is_monotone(one: int, other: int) -> None:
     low, high = sorted((one, other))
-    assert shape_class(low) <= shape_class(high)
+    assert round_up(low) <= round_up(high)
 
 
 @given(st.integers(4, 21))
-def test_there_are_few_shape_classes(power: int) -> None:
+def test_there_are_few_classes(power: int) -> None:
     start = 1 << power
-    assert len({shape_class(tokens) for tokens in range(start + 1, 2 * start + 1, max(1, start >> 10))}) <= 8
+    assert len({round_up(count) for count in range(start + 1, 2 * start + 1, max(1, start >> 10))}) <= 8
+
+
+@given(COUNT, COUNT)
+def test_every_shape_fits_into_its_class(segments: int, length: int) -> None:
+    size = shape_class(Shape(segments, length))
+    assert size.segments >= segments and size.length >= length
+    assert shape_class(size) == size
+    if segments <= 16:  # the rows of a microbatch are few, and stay as they are
+        assert size.segments == segments
 
 
 def test_shape_class_of_nothing() -> None:
-    assert shape_class(0) == 0
+    assert shape_class(Shape(0, 0)) == Shape(0, 0)
 
 
 # ------------------------------------------------------------------------------------------------ calibration
@@ -65,7 +84,7 @@ def measured(draw: st.DrawFn) -> tuple[tuple[UnitProfile, ...], Baseline]:
     forward = needs + draw(st.integers(0, 1000))
     backward = needs + max(u.variant("R").workspace_bytes for u in units) + draw(st.integers(0, 1000))
     step = draw(st.integers(0, 3000))
-    phase = PhasePeaks(10, forward, forward, backward)
+    phase = PhasePeaks(TEN, forward, forward, backward)
     return tuple(units), Baseline(max(forward, backward, step), (phase,), 10**9)
 
 
@@ -75,7 +94,7 @@ def planner(budget: MemoryBudget, solver: Solver = Solver.GREEDY) -> RankPlanner
 
 def calibrated(units: tuple[UnitProfile, ...], baseline: Baseline, budget: MemoryBudget) -> RankPlanner:
     made = planner(budget)
-    made.calibrate(baseline, {phase.tokens: units for phase in baseline.phases})
+    made.calibrate(baseline, {phase.shape: units for phase in baseline.phases})
     return made
 
 
@@ -88,8 +107,8 @@ def multiple(value: float) -> MemoryBudget:
 def test_the_predicted_peak_of_all_r_is_the_measured_one(case: tuple[tuple[UnitProfile, ...], Baseline]) -> None:
     units, baseline = case
     made = calibrated(units, baseline, multiple(1.0))
-    made.plan_for(10, units)
-    problem = made.problem_for(10)
+    made.plan_for(TEN, units)
+    problem = made.problem_for(TEN)
     assert problem is not None
     (phase,) = baseline.phases
     peaks = {peak.row.value: peak.bytes for peak in evaluate(problem, {}).peaks}
@@ -101,7 +120,7 @@ def test_the_predicted_peak_of_all_r_is_the_measured_one(case: tuple[tuple[UnitP
 def test_plans_keep_to_the_budget(case: tuple[tuple[UnitProfile, ...], Baseline], factor: float) -> None:
     units, baseline = case
     made = calibrated(units, baseline, multiple(factor))
-    plan = made.plan_for(10, units)
+    plan = made.plan_for(TEN, units)
     assert plan.peak_bytes <= made.budget_bytes == int(factor * baseline.peak_bytes)
     assert made.infeasible is None  # "1.0x" and more always holds all-R
 
@@ -121,22 +140,22 @@ def test_more_budget_never_stores_fewer_layers(
 ) -> None:
     units = layers(count, inputs, state)
     needs = count * inputs
-    phase = PhasePeaks(10, needs + loss, needs + loss, needs + state + backward)
+    phase = PhasePeaks(TEN, needs + loss, needs + loss, needs + state + backward)
     baseline = Baseline(max(phase.loss, phase.backward), (phase,), 10**9)
     most = (count + 1) * state + loss + backward
     extras = sorted(data.draw(st.lists(st.integers(0, most), min_size=2, max_size=5)))
     stored = []
     for extra in extras:
         made = calibrated(units, baseline, MemoryBudget(BudgetKind.BYTES, baseline.peak_bytes + extra))
-        stored.append(made.plan_for(10, units).count(Action.STORE))
+        stored.append(made.plan_for(TEN, units).count(Action.STORE))
     assert stored == sorted(stored)
 
 
 def test_layers_stored_by_hand() -> None:
     units = layers(8, inputs=10, state=90)
-    baseline = Baseline(1000, (PhasePeaks(10, 900, 900, 1000),), 10**9)
+    baseline = Baseline(1000, (PhasePeaks(TEN, 900, 900, 1000),), 10**9)
     counts = [
-        calibrated(units, baseline, MemoryBudget(BudgetKind.BYTES, budget)).plan_for(10, units).count(Action.STORE)
+        calibrated(units, baseline, MemoryBudget(BudgetKind.BYTES, budget)).plan_for(TEN, units).count(Action.STORE)
         for budget in (1000, 1089, 1090, 1629, 1630)
     ]
     # Loss row: 900 + 90 k for k stored layers. Backward row: 830 stay, all inputs are 80, and where the last k layers
@@ -147,11 +166,11 @@ def test_layers_stored_by_hand() -> None:
 def test_all_phases_of_the_baseline_are_kept_to() -> None:
     """The row that binds may come from another microbatch than the largest one."""
     small, large = profile_of(1), profile_of(2)
-    baseline = Baseline(700, (PhasePeaks(10, 700, 700, 300), PhasePeaks(20, 500, 500, 600)), 10**9)
+    baseline = Baseline(700, (PhasePeaks(TEN, 700, 700, 300), PhasePeaks(TWENTY, 500, 500, 600)), 10**9)
     made = planner(multiple(1.0))
-    made.calibrate(baseline, {10: small, 20: large})
-    made.plan_for(10, small)
-    problem = made.problem_for(10)
+    made.calibrate(baseline, {TEN: small, TWENTY: large})
+    made.plan_for(TEN, small)
+    problem = made.problem_for(TEN)
     assert problem is not None
     assert (problem.base_loss_bytes, problem.base_backward_bytes) == (700 - 10, 600 - 2 * 100)
 
@@ -166,35 +185,35 @@ def profile_of(scale: int) -> tuple[UnitProfile, ...]:
 
 def test_where_not_even_all_r_fits() -> None:
     units = profile_of(1)
-    baseline = Baseline(1000, (PhasePeaks(10, 900, 900, 1000),), 10**9)
+    baseline = Baseline(1000, (PhasePeaks(TEN, 900, 900, 1000),), 10**9)
     made = calibrated(units, baseline, MemoryBudget(BudgetKind.BYTES, 800))
-    plan = made.plan_for(10, units)
+    plan = made.plan_for(TEN, units)
     assert dict(plan.actions) == {UnitId("u"): Action.RECOMPUTE} and dict(plan.choice) == {UnitId("u"): "R"}
     assert made.infeasible is not None and made.infeasible.missing_bytes == 200
     assert "200 more than the budget of 800" in str(made.infeasible) and "backward" in str(made.infeasible)
-    made.calibrate(baseline, {10: profile_of(1)})
+    made.calibrate(baseline, {TEN: profile_of(1)})
     assert made.infeasible is None  # of what was calibrated last
 
 
 def test_shares_of_the_device() -> None:
-    baseline = Baseline(1000, (PhasePeaks(10, 900, 900, 1000),), 10**6)
+    baseline = Baseline(1000, (PhasePeaks(TEN, 900, 900, 1000),), 10**6)
     made = calibrated(profile_of(1), baseline, MemoryBudget(BudgetKind.DEVICE_SHARE, 0.5))
     assert made.budget_bytes == 500_000
 
 
 def test_a_solved_plan_takes_the_place_of_the_first_one() -> None:
     units = profile_of(1)
-    baseline = Baseline(1000, (PhasePeaks(10, 900, 900, 1000),), 10**9)
+    baseline = Baseline(1000, (PhasePeaks(TEN, 900, 900, 1000),), 10**9)
     made = planner(multiple(1.0), Solver.HIGHS)
-    made.calibrate(baseline, {10: units})
-    first = made.plan_for(10, units)
+    made.calibrate(baseline, {TEN: units})
+    first = made.plan_for(TEN, units)
     assert first.solver is Solver.GREEDY
     assert made.wait(60)
-    solved = made.plan_for(10, units)
+    solved = made.plan_for(TEN, units)
     assert solved.solver is Solver.HIGHS and solved.saved_seconds >= first.saved_seconds
     # a plan of an earlier calibration is no answer to the next one
-    made.calibrate(Baseline(2000, (PhasePeaks(10, 1900, 1900, 2000),), 10**9), {10: units})
-    assert made.plan_for(10, units).solver is Solver.GREEDY
+    made.calibrate(Baseline(2000, (PhasePeaks(TEN, 1900, 1900, 2000),), 10**9), {TEN: units})
+    assert made.plan_for(TEN, units).solver is Solver.GREEDY
     made.close()
 
 
@@ -235,5 +254,5 @@ print("end of main")
 @pytest.mark.parametrize(("loss", "leads"), [(1_000, False), (1_399, False), (1_400, True), (9_000, True)])
 def test_replays_are_lean_unless_the_loss_needs_far_more_than_backward(loss: int, leads: bool) -> None:
     units = (UnitProfile(UnitId("layer"), "Layer", (Variant("R", Action.RECOMPUTE, 100),)),)
-    baseline = Baseline(loss, (PhasePeaks(8, 500, loss, 1_000), PhasePeaks(8, 500, 9_000, 1_000)), 10_000)
-    assert loss_leads(baseline, {8: units}) is leads
+    baseline = Baseline(loss, (PhasePeaks(TEN, 500, loss, 1_000), PhasePeaks(TEN, 500, 9_000, 1_000)), 10_000)
+    assert loss_leads(baseline, {TEN: units}) is leads

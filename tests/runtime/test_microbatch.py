@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ds_hilore.core.types import Action, UnitId
+from ds_hilore.core.types import Action, Shape, UnitId
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall
 from ds_hilore.runtime.microbatch import footprints
@@ -43,7 +43,7 @@ def test_an_input_of_several_units_is_no_units() -> None:
     found = footprints(calls)
     assert [f.input_bytes for f in found] == [hidden] * 3  # without the mask, which all of them hold
     assert [f.stored_bytes for f in found] == [None] * 3
-    assert (found[0].unit, found[0].unit_class, found[0].tokens) == (UnitId("u0"), "Masked", ROWS * TOKENS)
+    assert (found[0].unit, found[0].unit_class, found[0].shape) == (UnitId("u0"), "Masked", Shape(ROWS, TOKENS))
     assert output.requires_grad
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_hilore.core.errors import UsageError
-from ds_hilore.core.types import Action, Plan, UnitId
+from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.runtime.controller import Phase, Stage
 from tests.runtime.rig import Net, Rig, facts, planner, same, told
 
@@ -65,7 +65,7 @@ def test_units_that_may_only_be_replayed_do_not_hold_planning_up() -> None:
     for _ in range(3):
         rig.update()
     assert rig.controller.stage is Stage.PLANNED and rig.actions == "RRH"
-    profile = rig.controller.measurements.profiles(6)[1]
+    profile = rig.controller.measurements.profiles(Shape(2, 3))[1]
     assert [variant.name for variant in profile.variants] == ["R"]
 
 
