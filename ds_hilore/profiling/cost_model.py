@@ -1,0 +1,242 @@
+"""Analytic costs of a decoder layer and of the head: FLOPs, bytes, and seconds on a device of known speed.
+
+It serves planning without a run, and gives the proportions of the fits (fit.py): what grows with the tokens and what
+with tokens * length. A product of [n, a] and [a, b] counts 2 n a b FLOPs.
+
+    forward    every projection, LoRA's own two products, attention scores (half of them where the kernel is causal)
+    backward   gradients of inputs as many again; of weights as many again, but only of weights that are trained
+    replay     forward up to the last tensor that is saved: the last projection of the layer is not needed, unless a
+               norm or a routing weight follows; under LoRA it runs where dead work is not skipped (design fact 14)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ds_hilore.core.types import Action, Shape, UnitId, UnitProfile, Variant
+from ds_hilore.profiling.fit import Rate, whole
+from ds_hilore.profiling.geometry import Attention, HeadGeometry, LayerGeometry
+from ds_hilore.profiling.measure import RECOMPUTE, STORE, UnitRates
+from ds_hilore.profiling.saved import saved_tensors, total
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs, and bytes that are moved between the device's memory and its cores."""
+
+    flops: Rate = field(default_factory=Rate)
+    traffic_bytes: Rate = field(default_factory=Rate)
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.traffic_bytes + other.traffic_bytes)
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """What a device reaches in practice: FLOP/s of matrix products in the model's dtype, bytes/s of its memory."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def seconds(self, work: Work) -> Rate:
+        """Products and traffic one after the other: elementwise kernels do not overlap with products."""
+        return work.flops.times(1.0 / self.flops_per_s) + work.traffic_bytes.times(1.0 / self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One product with a weight, `calls` times per token (experts). `trained`: its weight needs a gradient."""
+
+    inputs: int
+    outputs: int
+    rank: int = 0
+    trained: bool = False
+    calls: int = 1
+
+    @property
+    def base_flops(self) -> float:
+        return 2.0 * self.inputs * self.outputs * self.calls
+
+    @property
+    def adapter_flops(self) -> float:
+        return 2.0 * self.rank * (self.inputs + self.outputs) * self.calls
+
+    @property
+    def backward_flops(self) -> float:
+        return self.base_flops * (2 if self.trained else 1) + 2 * self.adapter_flops
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of one call of a layer.
+
+    Args:
+        input_bytes: what a replay needs to have kept.
+        torch_bytes: saved state beyond the inputs, as torch saves it.
+        base_bytes: the same without what can be derived; what storing adds.
+        replayed_bytes: what a replay brings back: the state, held by cheap recipes only (design fact 13).
+        gradient_bytes: the widest gradients of the unit's backward, stored or replayed.
+        replay: with early stop and without dead work. `replay_with_dead`: with early stop only.
+    """
+
+    input_bytes: Rate
+    torch_bytes: Rate
+    base_bytes: Rate
+    replayed_bytes: Rate
+    gradient_bytes: Rate
+    forward: Work
+    backward: Work
+    replay: Work
+    replay_with_dead: Work
+
+
+def layer_costs(layer: LayerGeometry) -> LayerCosts:
+    """All costs of a decoder layer as functions of the shape."""
+    tensors = saved_tensors(layer)
+    inputs = total(t for t in tensors if t.unit_input)
+    state = total(t for t in tensors if not t.unit_input)
+    base = total(t for t in tensors if not (t.unit_input or t.derivable))
+    lean = total(t for t in tensors if not (t.unit_input or (t.derivable and t.values <= layer.hidden)))
+    inner, last = projections(layer)
+    scores = score_flops(layer)
+    every = [*inner, *last]
+    forward = Rate(sum(p.base_flops + p.adapter_flops for p in every)) + scores
+    # The second product of the last adapter comes after everything that is saved.
+    alive = [*inner, *last] if _last_is_needed(layer) else inner
+    replay = Rate(sum(p.base_flops + p.adapter_flops for p in alive)) + scores
+    dead = Rate()
+    if alive is inner and any(p.rank for p in last):
+        replay = replay + Rate(sum(2.0 * p.rank * p.inputs * p.calls for p in last))
+        dead = Rate(sum(p.base_flops for p in last))
+    recomputed = 2.0 if layer.attention is Attention.EAGER else 2.5  # fused kernels make the scores again
+    backward = Rate(sum(p.backward_flops for p in every)) + scores.times(recomputed)
+    weights = Rate(constant=float(layer.value_bytes * sum(p.inputs * p.outputs for p in every)))
+    twice, thrice = (state + inputs).times(2) + weights, (state + inputs).times(3) + weights
+    return LayerCosts(
+        input_bytes=inputs,
+        torch_bytes=state,
+        base_bytes=base,
+        replayed_bytes=lean,
+        gradient_bytes=_gradients(layer),
+        forward=Work(forward, twice),
+        backward=Work(backward, thrice),
+        replay=Work(replay, twice),
+        replay_with_dead=Work(replay + dead, twice),
+    )
+
+
+def projections(layer: LayerGeometry) -> tuple[list[Projection], list[Projection]]:
+    """All products with weights, and apart from them the last one of the MLP."""
+    lora, trained = layer.adapters, layer.trained
+    hidden, wide, narrow = layer.hidden, layer.query_width, layer.kv_width
+    rank = {} if lora is None else {name: getattr(lora, name) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+
+    def one(inputs: int, outputs: int, name: str) -> Projection:
+        return Projection(inputs, outputs, rank.get(name, 0), trained)
+
+    if layer.fused_qkv:
+        inner = [one(hidden, wide + 2 * narrow, "q")]
+    else:
+        inner = [one(hidden, wide, "q"), one(hidden, narrow, "k"), one(hidden, narrow, "v")]
+    inner.append(one(wide, hidden, "o"))
+    experts = layer.experts
+    dense = layer.intermediate if experts is None else experts.shared_width
+    last: list[Projection] = []
+    if dense:
+        inner += [one(hidden, 2 * dense, "gate")] if layer.fused_gate_up else [one(hidden, dense, "gate")]
+        if layer.gated and not layer.fused_gate_up:
+            inner.append(one(hidden, dense, "up"))
+        last.append(one(dense, hidden, "down"))
+    if experts is not None:
+        merged = trained or (lora is not None and lora.experts > 0)
+        inner += [
+            Projection(hidden, experts.count, trained=trained),
+            Projection(hidden, 2 * experts.width, trained=merged, calls=experts.per_token),
+            Projection(experts.width, hidden, trained=merged, calls=experts.per_token),
+        ]
+    return inner, last
+
+
+def score_flops(layer: LayerGeometry) -> Rate:
+    """Scores and their product with the values. Flash-attention leaves out what lies beyond a window."""
+    whole_flops = 4.0 * layer.query_width
+    if layer.attention in (Attention.EAGER, Attention.SDPA_MASK):
+        return Rate(per_token_length=whole_flops)
+    if layer.attention is Attention.FLASH and layer.window is not None:
+        return Rate(per_token=whole_flops * layer.window)
+    return Rate(per_token_length=whole_flops / 2)
+
+
+def _last_is_needed(layer: LayerGeometry) -> bool:
+    """Whether something saved descends from the output of the last projection."""
+    return layer.post_norms or layer.experts is not None
+
+
+def _gradients(layer: LayerGeometry) -> Rate:
+    """Gradients that live at once in the backward of the MLP's product; its result has been used up by then."""
+    experts = layer.experts
+    width = layer.intermediate if experts is None else experts.per_token * experts.width + experts.shared_width
+    count = (2 if layer.gated_function else 3) if layer.gated else 2
+    return Rate(per_token=float((count - 1) * width * layer.value_bytes))
+
+
+# -- head ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadCosts:
+    """Costs of head and loss. `workspace_bytes`: the most that lives at once."""
+
+    workspace_bytes: Rate
+    forward: Work
+    backward: Work
+
+
+def head_costs(head: HeadGeometry) -> HeadCosts:
+    """Whole logits: they, their log-softmax, and two gradients of that live at once. Chunks: one chunk's logits, and
+    the gradients of the hidden states, which a frozen head makes in forward."""
+    product = Rate(2.0 * head.hidden * head.vocabulary)
+    size, row = head.value_bytes, float(head.vocabulary)
+    if head.chunk_tokens is None:
+        workspace = Rate(row * (size + 12))
+        forward, backward = product, product.times(2 if head.trained else 1)
+    else:
+        copies = 4 if size == 4 else 4 + size
+        workspace = Rate(float(head.hidden * size), constant=row * head.chunk_tokens * copies)
+        # frozen: both products in forward; trained: logits are made again in backward
+        forward, backward = (product, product.times(3)) if head.trained else (product.times(2), Rate())
+    weights = Rate(constant=row * head.hidden * size)
+    return HeadCosts(workspace, Work(forward, Rate(row * 8) + weights), Work(backward, Rate(row * 8) + weights))
+
+
+# -- for fits and plans --------------------------------------------------------------------------------------------
+
+
+def unit_rates(layer: LayerGeometry, speed: DeviceSpeed) -> UnitRates:
+    """What `Measurements` takes as the proportions of a class of units."""
+    costs = layer_costs(layer)
+    return UnitRates(
+        input_bytes=costs.input_bytes,
+        state_bytes=costs.base_bytes,
+        forward_s=speed.seconds(costs.forward),
+        backward_s=speed.seconds(costs.backward),
+        replay_s=speed.seconds(costs.replay),
+    )
+
+
+def analytic_profile(
+    unit: UnitId, unit_class: str, costs: LayerCosts, shape: Shape, speed: DeviceSpeed, grad_bytes: int = 0
+) -> UnitProfile:
+    """A unit as the planner sees it, from the cost model alone: for plans without a run."""
+    inputs, state = whole(costs.input_bytes.of(shape)), whole(costs.base_bytes.of(shape))
+    gradients, replayed = whole(costs.gradient_bytes.of(shape)), whole(costs.replayed_bytes.of(shape))
+    saved = speed.seconds(costs.replay).of(shape)
+    return UnitProfile(
+        unit,
+        unit_class,
+        (
+            Variant(RECOMPUTE, Action.RECOMPUTE, inputs, workspace_bytes=replayed + gradients),
+            Variant(STORE, Action.STORE, inputs + state, workspace_bytes=gradients, saved_seconds=saved),
+        ),
+        grad_bytes,
+    )
