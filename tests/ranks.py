@@ -246,7 +246,10 @@ def _serve(folder: Path) -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(
-        dist_backend=os.environ.get("RANKS_BACKEND", "gloo"), auto_mpi_discovery=False, verbose=False
+        dist_backend=os.environ.get("RANKS_BACKEND", "gloo"),
+        auto_mpi_discovery="RANK" not in os.environ,  # tests/mpi.py
+        distributed_port=int(os.environ["MASTER_PORT"]),
+        verbose=False,
     )
     rank = torch.distributed.get_rank()
     (folder / f"ready-{rank}").touch()
