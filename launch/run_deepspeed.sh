@@ -4,7 +4,8 @@
 #
 #   launch/run_deepspeed.sh train.py --deepspeed ds.json ...
 #
-#   RANKS        processes on this node, or on every node (default: its CUDA devices, or 2 on CPU)
+#   RANKS        processes on this node, or on every node (default: the slots of HOSTFILE; without one, this node's CUDA
+#                devices, or 2 on CPU)
 #   HOSTFILE     several nodes: file with lines "hostname slots=N"; started over ssh from one node
 #   NODE_RANK    several nodes without ssh: run the same command on every node with HOSTFILE, MASTER_ADDR (the first
 #                node) and the node's line in HOSTFILE, counted from 0
@@ -17,12 +18,14 @@ source "$source_dir/venv.sh"
 prepare_venv demo
 cd "$start_dir"
 
-if [[ -z "${DS_ACCELERATOR:-}" ]] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    export DS_ACCELERATOR=cpu
-fi
+choose_accelerator
 if [[ "${DS_ACCELERATOR:-}" == cpu ]]; then
-    RANKS="${RANKS:-2}"
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for "$RANKS")}"
+    if [[ -n "${HOSTFILE:-}" ]]; then
+        slots="$(sed -n 's/.*slots=\([0-9]*\).*/\1/p' "$HOSTFILE" | sort -n | tail -n 1)"
+    else
+        RANKS="${RANKS:-2}"
+    fi
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for "${RANKS:-${slots:-1}}")}"
 fi
 
 options=(--master_port "${MASTER_PORT:-29500}")

@@ -47,3 +47,20 @@ threads_for() {
     cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
     echo $((cores / $1 > 0 ? cores / $1 : 1))
 }
+
+# Sets DS_ACCELERATOR to cpu where nothing is chosen and torch sees no CUDA device.
+choose_accelerator() {
+    if [[ -z "${DS_ACCELERATOR:-}" ]] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+        export DS_ACCELERATOR=cpu
+    fi
+}
+
+# Sets RANKS, if it is not set, to the CUDA devices of this machine, or to 2 on CPU.
+choose_ranks() {
+    choose_accelerator
+    if [[ "${DS_ACCELERATOR:-}" == cpu ]]; then
+        RANKS="${RANKS:-2}"
+    else
+        RANKS="${RANKS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')}"
+    fi
+}
