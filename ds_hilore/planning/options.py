@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import LATTICE, Action, Place, UnitProfile, Variant
@@ -12,8 +12,7 @@ from ds_hilore.core.types import LATTICE, Action, Place, UnitProfile, Variant
 REPLAY = "R"
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """What a variant costs in each row and pays in the objective. Bytes are on the device but for `host_bytes`.
 
     Args:
@@ -71,6 +70,28 @@ def options_of(
     return tuple(_option(unit, variant, prepared, exposure, linear_risk) for variant in variants)
 
 
+def reweighted(
+    unit: UnitProfile, options: tuple[Option, ...], exposure: float, linear_risk: bool
+) -> tuple[Option, ...]:
+    """The same options under another exposure of the unit: only risk depends on it."""
+    risky = {variant.name: variant for variant in unit.variants if variant.risk}
+    if not risky:
+        return options
+    return tuple(
+        option._replace(risk_cost=risk_cost(risky[option.name], exposure, linear_risk))
+        if option.name in risky
+        else option
+        for option in options
+    )
+
+
+def risk_cost(variant: Variant, exposure: float, linear_risk: bool) -> float:
+    """What `variant` adds to the left side of the risk row at unit exposure `exposure`: r^2, or r in paper mode."""
+    # inf * 0 is not a number, and an exact variant is exact at any exposure
+    risk = variant.risk * exposure if variant.risk else 0.0
+    return risk if linear_risk else risk * risk
+
+
 def validate_unit(unit: UnitProfile) -> None:
     """Refuses a profile that no plan can be made from.
 
@@ -110,13 +131,11 @@ def _option(
         replay = unit.variant(REPLAY)
         backward_held = max(held, device_bytes(replay))
         own = max(own, device_bytes(replay) + replay.workspace_bytes)
-    # inf * 0 is not a number, and an exact variant is exact at any exposure
-    risk = variant.risk * exposure if variant.risk else 0.0
     return Option(
         name=variant.name,
         action=variant.action,
         seconds=variant.saved_seconds - (variant.prepare_seconds if charged else 0.0),
-        risk_cost=risk if linear_risk else risk * risk,
+        risk_cost=risk_cost(variant, exposure, linear_risk),
         held_bytes=held,
         forward_bytes=variant.forward_bytes,
         backward_held_bytes=backward_held,

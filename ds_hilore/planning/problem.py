@@ -22,15 +22,17 @@ and the conversion row does if anything is converted.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 from ds_hilore.core.errors import PlanError, UsageError
-from ds_hilore.core.types import Action, Plan, Solver, UnitId, UnitProfile
-from ds_hilore.planning.options import REPLAY, Option, options_of, validate_unit
+from ds_hilore.core.types import Plan, Solver, UnitId, UnitProfile
+from ds_hilore.planning.options import REPLAY, Option, options_of, reweighted, validate_unit
 
 #: Relative excess of the risk budget that is rounding, not risk: sums of floats against a fitted number.
 RISK_TOLERANCE = 1e-6
@@ -109,6 +111,40 @@ class Problem:
         """Gives the second problem: the same rows and budgets, from q = `prepared` and true exposures."""
         return replace(self, prepared=prepared, exposures=self.exposures if exposures is None else exposures)
 
+    def now(
+        self,
+        *,
+        risk_budget: float | None = None,
+        exposures: Mapping[UnitId, float] | None = None,
+        budget_bytes: int | None = None,
+        base_backward_bytes: int | None = None,
+    ) -> Problem:
+        """Gives the same problem under what is known by now; None leaves a number as it was.
+
+        For decisions inside an update: units, variants and lattice stay, so they are neither validated nor built
+        again, which is most of what making a problem costs.
+
+        Raises:
+            UsageError: as for the class.
+        """
+        given: dict[str, Any] = {
+            "risk_budget": risk_budget,
+            "exposures": exposures,
+            "budget_bytes": budget_bytes,
+            "base_backward_bytes": base_backward_bytes,
+        }
+        known = copy.copy(self)
+        facts = vars(known)  # of a new object that nobody has seen yet
+        facts.update((name, value) for name, value in given.items() if value is not None)
+        facts.pop("risk_limit", None)
+        _validate_risk(known)
+        if exposures is not None:
+            facts["options"] = tuple(
+                reweighted(unit, options, exposures.get(unit.unit, 1.0), self.linear_risk)
+                for unit, options in zip(self.units, self.options)
+            )
+        return known
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -177,7 +213,15 @@ def evaluate(problem: Problem, choice: Mapping[UnitId, str]) -> Evaluation:
     This is the truth that every plan of every solver is held to. Seconds and risk are exactly rounded sums, so they
     do not depend on the order of units: plans that differ by an exchange of equal units tie to the last bit.
     """
-    picked, strays = _pick(problem, choice)
+    return _judge(problem, *_pick(problem, choice))
+
+
+def evaluate_picked(problem: Problem, picked: Sequence[Option]) -> Evaluation:
+    """The same for options of `problem`, one a unit in forward order: no name is looked up."""
+    return _judge(problem, picked, [])
+
+
+def _judge(problem: Problem, picked: Sequence[Option], strays: Sequence[Violation]) -> Evaluation:
     peaks = _device_peaks(problem, picked)
     violations = list(strays)
     for peak in peaks:
@@ -209,12 +253,7 @@ def check(problem: Problem, plan: Plan) -> Evaluation:
             that of its variant.
     """
     evaluation = evaluate(problem, plan.choice)
-    if evaluation.violations:
-        first = evaluation.violations[0]
-        more = len(evaluation.violations) - 1
-        raise PlanError(
-            f"plan by {plan.solver.value} does not hold: {first.message}" + (f" (and {more} more rows)" if more else "")
-        )
+    _refuse_violations(evaluation, plan.solver)
     for unit in problem.units:
         action = unit.variant(plan.choice.get(unit.unit, REPLAY)).action
         if plan.action_of(unit.unit) is not action:
@@ -230,23 +269,44 @@ def make_plan(
     Raises:
         PlanError: `choice` does not hold in `problem`.
     """
-    full = {unit.unit: choice.get(unit.unit, REPLAY) for unit in problem.units}
-    draft = Plan(choice=full, actions=_actions(problem, full), solver=solver)
-    evaluation = check(problem, draft)
-    bound = None if bound_seconds is None else max(bound_seconds, evaluation.saved_seconds)
-    return replace(
-        draft,
+    picked, strays = _pick(problem, choice)
+    return _promise(problem, picked, solver, bound_seconds, _judge(problem, picked, strays))
+
+
+def make_plan_of(
+    problem: Problem, picked: Sequence[Option], solver: Solver, bound_seconds: float | None = None
+) -> Plan:
+    """The same for options of `problem`, one a unit in forward order.
+
+    Raises:
+        PlanError: `picked` does not hold in `problem`.
+    """
+    return _promise(problem, picked, solver, bound_seconds, evaluate_picked(problem, picked))
+
+
+def _promise(
+    problem: Problem, picked: Sequence[Option], solver: Solver, bound_seconds: float | None, evaluation: Evaluation
+) -> Plan:
+    _refuse_violations(evaluation, solver)
+    units = [unit.unit for unit in problem.units]
+    return Plan(
+        choice=dict(zip(units, [option.name for option in picked])),
+        actions=dict(zip(units, [option.action for option in picked])),
         saved_seconds=evaluation.saved_seconds,
         peak_bytes=evaluation.peak_bytes,
         risk=evaluation.risk,
-        bound_seconds=bound,
+        solver=solver,
+        bound_seconds=None if bound_seconds is None else max(bound_seconds, evaluation.saved_seconds),
     )
 
 
-def _actions(problem: Problem, choice: Mapping[UnitId, str]) -> dict[UnitId, Action]:
-    """Actions of the variants that exist; a stray name is left to `check`, which names it."""
-    known = {unit.unit: {v.name: v.action for v in unit.variants} for unit in problem.units}
-    return {unit: known[unit][name] for unit, name in choice.items() if name in known[unit]}
+def _refuse_violations(evaluation: Evaluation, solver: Solver) -> None:
+    if evaluation.violations:
+        first = evaluation.violations[0]
+        more = len(evaluation.violations) - 1
+        raise PlanError(
+            f"plan by {solver.value} does not hold: {first.message}" + (f" (and {more} more rows)" if more else "")
+        )
 
 
 def _pick(problem: Problem, choice: Mapping[UnitId, str]) -> tuple[list[Option], list[Violation]]:
@@ -279,7 +339,7 @@ def _bytes_violation(peak: Peak, budget_bytes: int) -> Violation:
     return Violation(peak.row, peak.unit, over, text)
 
 
-def _device_peaks(problem: Problem, picked: list[Option]) -> tuple[Peak, ...]:
+def _device_peaks(problem: Problem, picked: Sequence[Option]) -> tuple[Peak, ...]:
     """The fullest moment of each row M1 to M4 that applies; the earliest unit of equally full ones."""
     peaks: list[Peak] = []
     if problem.prepared is None:
@@ -312,15 +372,25 @@ def _validate(problem: Problem) -> None:
     known = {unit.unit for unit in problem.units}
     if len(known) < len(problem.units):
         raise UsageError("a unit appears twice in a planning problem; calls of one module differ by `call`")
-    for name in ("exposures", "allowed", "prepared"):
-        strangers = set(getattr(problem, name) or ()) - known
-        if strangers:
-            raise UsageError(f"{name} names units that are not in the problem: {sorted(map(str, strangers))}")
+    for name in ("allowed", "prepared"):
+        _refuse_strangers(name, getattr(problem, name) or (), known)
+    _validate_risk(problem)
+    for unit in problem.units:
+        validate_unit(unit)
+    problem.options  # noqa: B018  (unknown names, and units without any option left, are found here)
+
+
+def _validate_risk(problem: Problem) -> None:
+    if problem.exposures:
+        _refuse_strangers("exposures", problem.exposures, {unit.unit for unit in problem.units})
     for unit_id, exposure in problem.exposures.items():
         if not exposure >= 0:
             raise UsageError(f"exposure of unit {unit_id} must be >= 0, got {exposure}")
     if not 0 <= problem.risk_budget < math.inf:
         raise UsageError(f"risk_budget must be finite and >= 0, got {problem.risk_budget}")
-    for unit in problem.units:
-        validate_unit(unit)
-    problem.options  # noqa: B018  (unknown names, and units without any option left, are found here)
+
+
+def _refuse_strangers(name: str, named: Iterable[UnitId], known: set[UnitId]) -> None:
+    strangers = set(named) - known
+    if strangers:
+        raise UsageError(f"{name} names units that are not in the problem: {sorted(map(str, strangers))}")
