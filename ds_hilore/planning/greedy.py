@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ds_hilore.core.types import Plan, Solver, UnitId
 from ds_hilore.planning.options import REPLAY, Option
-from ds_hilore.planning.problem import Evaluation, Infeasible, Problem, Row, evaluate, make_plan
+from ds_hilore.planning.problem import Evaluation, Infeasible, Problem, Row, evaluate, make_plan, pick
 from ds_hilore.planning.rows import Rows
 from ds_hilore.planning.ties import settle, tie_key
 
@@ -105,7 +105,7 @@ def _climb_once(problem: Problem, start: Mapping[UnitId, str], weights: tuple[fl
     A step that does not fit is struck out; the density of what remains for its unit is counted from what the unit
     holds then, so a unit that could not be compressed still competes with all that storing it gains.
     """
-    rows = Rows(problem, start)
+    rows = Rows(problem, pick(problem, start))
     price = _Price(problem, rows, weights)
     left = [list(options) for options in problem.options]
     heap: list[tuple[float, int, int]] = []

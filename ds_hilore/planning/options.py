@@ -55,11 +55,9 @@ def options_of(
     Raises:
         UsageError: a name is unknown, or nothing is left to choose.
     """
-    known = {variant.name for variant in unit.variants}
-    unknown = {*(allowed or ()), prepared_name or REPLAY} - known
-    if unknown:
-        raise UsageError(f"unit {unit.unit} has no variants {sorted(unknown)}; known: {sorted(known)}")
-    prepared = None if prepared_name is None else unit.variant(prepared_name)
+    prepared = None
+    if allowed is not None or prepared_name is not None:
+        prepared = _named(unit, allowed, prepared_name)
     variants = [
         variant
         for variant in unit.variants
@@ -67,7 +65,16 @@ def options_of(
     ]
     if not variants:
         raise UsageError(f"unit {unit.unit} has no variant left: prepared {prepared_name}, allowed {allowed}")
-    return tuple(_option(unit, variant, prepared, exposure, linear_risk) for variant in variants)
+    return tuple([_option(unit, variant, prepared, exposure, linear_risk) for variant in variants])
+
+
+def _named(unit: UnitProfile, allowed: tuple[str, ...] | None, prepared_name: str | None) -> Variant | None:
+    """The prepared variant, after a look at all names."""
+    known = {variant.name: variant for variant in unit.variants}
+    unknown = {*(allowed or ()), prepared_name or REPLAY} - set(known)
+    if unknown:
+        raise UsageError(f"unit {unit.unit} has no variants {sorted(unknown)}; known: {sorted(known)}")
+    return None if prepared_name is None else known[prepared_name]
 
 
 def reweighted(

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -109,7 +109,10 @@ class Problem:
 
     def after_forward(self, prepared: Mapping[UnitId, str], exposures: Mapping[UnitId, float] | None = None) -> Problem:
         """Gives the second problem: the same rows and budgets, from q = `prepared` and true exposures."""
-        return replace(self, prepared=prepared, exposures=self.exposures if exposures is None else exposures)
+        second = self._with({"prepared": prepared, "exposures": self.exposures if exposures is None else exposures})
+        vars(second).pop("options")
+        second.options  # noqa: B018  (unknown names are found here)
+        return second
 
     def now(
         self,
@@ -127,23 +130,23 @@ class Problem:
         Raises:
             UsageError: as for the class.
         """
-        given: dict[str, Any] = {
-            "risk_budget": risk_budget,
-            "exposures": exposures,
-            "budget_bytes": budget_bytes,
-            "base_backward_bytes": base_backward_bytes,
-        }
-        known = copy.copy(self)
-        facts = vars(known)  # of a new object that nobody has seen yet
-        facts.update((name, value) for name, value in given.items() if value is not None)
-        facts.pop("risk_limit", None)
-        _validate_risk(known)
+        given = {"risk_budget": risk_budget, "exposures": exposures}
+        given |= {"budget_bytes": budget_bytes, "base_backward_bytes": base_backward_bytes}
+        known = self._with({name: value for name, value in given.items() if value is not None})
         if exposures is not None:
-            facts["options"] = tuple(
+            vars(known)["options"] = tuple(
                 reweighted(unit, options, exposures.get(unit.unit, 1.0), self.linear_risk)
                 for unit, options in zip(self.units, self.options)
             )
         return known
+
+    def _with(self, facts: Mapping[str, Any]) -> Problem:
+        """A copy that differs in `facts`, none of them about units; it shares the options, right or wrong."""
+        other = copy.copy(self)
+        vars(other).update(facts)  # frozen for all others, but nobody has seen it yet
+        vars(other).pop("risk_limit", None)
+        _validate_names(other)
+        return other
 
 
 @dataclass(frozen=True)
@@ -309,6 +312,12 @@ def _refuse_violations(evaluation: Evaluation, solver: Solver) -> None:
         )
 
 
+def pick(problem: Problem, choice: Mapping[UnitId, str]) -> list[Option]:
+    """The options of a `choice` that names options of `problem` only; a missing unit is R."""
+    names = [choice.get(unit.unit, REPLAY) for unit in problem.units]
+    return [next(o for o in options if o.name == name) for options, name in zip(problem.options, names)]
+
+
 def _pick(problem: Problem, choice: Mapping[UnitId, str]) -> tuple[list[Option], list[Violation]]:
     """The chosen options in forward order. For a name that is no option, a violation and the first option."""
     picked: list[Option] = []
@@ -369,28 +378,22 @@ def _fullest(row: Row, problem: Problem, loads: list[int]) -> Peak:
 def _validate(problem: Problem) -> None:
     if not problem.units:
         raise UsageError("a planning problem needs at least one unit")
-    known = {unit.unit for unit in problem.units}
-    if len(known) < len(problem.units):
+    if len({unit.unit for unit in problem.units}) < len(problem.units):
         raise UsageError("a unit appears twice in a planning problem; calls of one module differ by `call`")
-    for name in ("allowed", "prepared"):
-        _refuse_strangers(name, getattr(problem, name) or (), known)
-    _validate_risk(problem)
+    _validate_names(problem)
     for unit in problem.units:
         validate_unit(unit)
     problem.options  # noqa: B018  (unknown names, and units without any option left, are found here)
 
 
-def _validate_risk(problem: Problem) -> None:
-    if problem.exposures:
-        _refuse_strangers("exposures", problem.exposures, {unit.unit for unit in problem.units})
+def _validate_names(problem: Problem) -> None:
+    for name in ("exposures", "allowed", "prepared"):
+        named = getattr(problem, name)
+        strangers = set(named).difference(unit.unit for unit in problem.units) if named else None
+        if strangers:
+            raise UsageError(f"{name} names units that are not in the problem: {sorted(map(str, strangers))}")
     for unit_id, exposure in problem.exposures.items():
         if not exposure >= 0:
             raise UsageError(f"exposure of unit {unit_id} must be >= 0, got {exposure}")
     if not 0 <= problem.risk_budget < math.inf:
         raise UsageError(f"risk_budget must be finite and >= 0, got {problem.risk_budget}")
-
-
-def _refuse_strangers(name: str, named: Iterable[UnitId], known: set[UnitId]) -> None:
-    strangers = set(named) - known
-    if strangers:
-        raise UsageError(f"{name} names units that are not in the problem: {sorted(map(str, strangers))}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from ds_hilore.core.types import UnitId
-from ds_hilore.planning.options import REPLAY, Option
+from ds_hilore.planning.options import Option
 from ds_hilore.planning.problem import RISK_TOLERANCE, Problem
 
 #: Slack of a row that does not apply: more than any device has.
@@ -19,12 +18,10 @@ class Rows:
     Only a search aid: what it leads to is judged by `evaluate`.
     """
 
-    def __init__(self, problem: Problem, choice: Mapping[UnitId, str]) -> None:
+    def __init__(self, problem: Problem, picked: Sequence[Option]) -> None:
         self._problem = problem
-        self.picked = [
-            next(option for option in options if option.name == choice.get(unit.unit, REPLAY))
-            for unit, options in zip(problem.units, problem.options)
-        ]
+        self.picked = list(picked)
+        self._risk_left: float | None = None  # not summed up since the last change
         count = len(self.picked)
         held = sum(option.held_bytes for option in self.picked)
         self._loss_left = _UNBOUND
@@ -45,9 +42,16 @@ class Rows:
         self._conversions = sum(option.converts for option in self.picked)
 
     @property
+    def loss_left(self) -> int:
+        """Bytes left at the loss; more than any device has where the loss is over."""
+        return self._loss_left
+
+    @property
     def risk_left(self) -> float:
-        limit = self._problem.risk_limit * (1 + RISK_TOLERANCE)
-        return limit - math.fsum(option.risk_cost for option in self.picked)
+        if self._risk_left is None:
+            limit = self._problem.risk_limit * (1 + RISK_TOLERANCE)
+            self._risk_left = limit - math.fsum([option.risk_cost for option in self.picked])
+        return self._risk_left
 
     def headroom(self) -> int:
         """Bytes that could be held by the first unit without breaking a row."""
@@ -88,6 +92,8 @@ class Rows:
         self._host_left -= option.host_bytes - now.host_bytes
         self._converting += option.converting_bytes - now.converting_bytes
         self._conversions += option.converts - now.converts
+        if option.risk_cost != now.risk_cost:
+            self._risk_left = None
         self.picked[position] = option
 
     def _conversion_fits(self, now: Option, option: Option) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ds_hilore.core.types import LATTICE, Plan, Variant
 from ds_hilore.planning.brute_force import brute_force
 from ds_hilore.planning.greedy import greedy, repair
-from ds_hilore.planning.problem import Infeasible, Problem, check, evaluate
+from ds_hilore.planning.problem import Infeasible, Problem, check, evaluate, pick
 from ds_hilore.planning.program import SolverLimits, solve
 from ds_hilore.planning.rows import Rows
 from ds_hilore.planning.ties import settle, tie_key
@@ -107,7 +107,7 @@ def test_running_slacks_agree_with_the_truth(seed: int, other: int) -> None:
     start = greedy(problem)
     if isinstance(start, Infeasible):
         return
-    rows = Rows(problem, start.choice)
+    rows = Rows(problem, pick(problem, start.choice))
     choice = dict(start.choice)
     for step in range(12):
         position = (other >> (3 * step)) % len(problem.units)

@@ -1,0 +1,115 @@
+"""What to do with prepared state once the true numbers are known: in microseconds, and always feasible.
+
+After forward the exposures of units may differ from what the frontier assumed (token-resolved, MoE), and there may be
+less memory than foreseen. `react` answers both, from the points of one q-plan: it takes the most that the true risks
+allow, and gives memory back by replaying what saves least per byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_hilore.core.types import Action, Plan, Solver
+from ds_hilore.planning.greedy import repair
+from ds_hilore.planning.options import REPLAY, Option
+from ds_hilore.planning.problem import RISK_TOLERANCE, Infeasible, Problem, evaluate_picked, make_plan_of
+from ds_hilore.planning.rows import Rows
+
+#: Places of options, one a unit in forward order.
+Places = tuple[int, ...]
+
+
+def react(problem: Problem, points: Sequence[Places]) -> Plan | Infeasible:
+    """Gives a plan that holds in `problem`, from a-plans known for the same q in order of risk; the first has none.
+
+    Of all points that hold, and of what greedy adds to the best of them and to the first, the one that saves most.
+    Where memory is short, units are replayed until every row holds.
+    """
+    known = [[options[place] for options, place in zip(problem.options, places)] for places in points]
+    steps = _steps(known)
+    limit = problem.risk_limit * (1 + RISK_TOLERANCE)
+    starts = [known[0]]
+    for picked in reversed(known[1:]):
+        if _risk(picked) <= limit:
+            starts.append(picked)
+            break
+    best = max((_bolder(picked, steps, limit) for picked in starts), key=_seconds)
+    evaluation = evaluate_picked(problem, best)
+    if evaluation.feasible:
+        return make_plan_of(problem, best, Solver.GREEDY)
+    lighter = _lighter(problem, best)
+    if lighter is not None:
+        return make_plan_of(problem, lighter, Solver.GREEDY)
+    units = [unit.unit for unit in problem.units]
+    return repair(problem, Plan(choice=dict(zip(units, [option.name for option in best]))))
+
+
+def _steps(known: Sequence[Sequence[Option]]) -> list[tuple[int, Option]]:
+    """Risky options that some point has and the first has not, densest in seconds per risk first."""
+    calm = known[0]
+    steps: list[tuple[float, int, Option]] = []
+    for position, options in enumerate(zip(*known)):
+        for option in dict.fromkeys(options):
+            gain = option.seconds - calm[position].seconds
+            if option.risk_cost > 0 and gain > 0:
+                steps.append((-gain / option.risk_cost, -position, option))
+    # of equally dense steps the later unit comes first (T2 of ties.py)
+    return [(-position, option) for _, position, option in sorted(steps)]
+
+
+def _bolder(picked: Sequence[Option], steps: Sequence[tuple[int, Option]], limit: float) -> list[Option]:
+    """Takes steps as far as risk allows."""
+    bolder = list(picked)
+    spent = _risk(picked)
+    for position, option in steps:
+        now = bolder[position]
+        after = spent + option.risk_cost - now.risk_cost
+        if option.seconds > now.seconds and after <= limit:
+            bolder[position] = option
+            spent = after
+    return bolder if _risk(bolder) <= limit else list(picked)
+
+
+def _lighter(problem: Problem, picked: Sequence[Option]) -> list[Option] | None:
+    """Replays units, those first that save least per byte they hold, until the rows hold; then puts back what fits.
+
+    None if replaying all of them is not enough, or replays themselves are what does not fit.
+    """
+    replays = [next((option for option in options if option.name == REPLAY), None) for options in problem.options]
+    order: list[tuple[float, int]] = []
+    for position, (option, replay) in enumerate(zip(picked, replays)):
+        if replay is not None and option.action is not Action.RECOMPUTE:
+            freed = max(1, option.backward_held_bytes - replay.backward_held_bytes)
+            order.append(((option.seconds - replay.seconds) / freed, position))
+    order.sort()  # of equals the earlier unit is replayed first (T2 of ties.py)
+
+    def without(count: int) -> list[Option]:
+        lighter = list(picked)
+        for _, position in order[:count]:
+            replay = replays[position]
+            assert replay is not None
+            lighter[position] = replay
+        return lighter
+
+    few, many = 0, len(order)
+    if not evaluate_picked(problem, without(many)).feasible:
+        return None
+    while many - few > 1:
+        middle = (few + many) // 2
+        if evaluate_picked(problem, without(middle)).feasible:
+            many = middle
+        else:
+            few = middle
+    rows = Rows(problem, without(many))
+    for _, position in reversed(order[:many]):
+        if rows.fits(position, picked[position]):
+            rows.put(position, picked[position])
+    return rows.picked
+
+
+def _risk(picked: Sequence[Option]) -> float:
+    return sum([option.risk_cost for option in picked])
+
+
+def _seconds(picked: Sequence[Option]) -> float:
+    return sum([option.seconds for option in picked])
