@@ -43,8 +43,9 @@ from ds_hilore.memory.meter import peak_meter
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.profiling.clock import clock_for
 from ds_hilore.runtime.budget import RankPlanner
-from ds_hilore.runtime.controller import Controller, ControllerParts
+from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import claim, forward_of
+from ds_hilore.runtime.parts import ControllerParts
 
 _log = logging.getLogger(__name__)
 _INSTALLED = "_hilore_original_initialize"

@@ -4,7 +4,8 @@
     FORWARD   --loss hook, or first unpack-------->  BACKWARD    final plan applied (`settle`)
     BACKWARD  --end of backward, next forward----->  IDLE        observations taken
 
-Two forwards with grad before one backward belong to one microbatch. Forwards without grad never get here.
+Two forwards with grad before one backward belong to one microbatch. Forwards without grad never get here. One
+microbatch is in hand at a time; a pipeline sets it aside after its forward and takes it up again for its backward.
 
 Updates of a run: MEASURE_R replays every unit, twice (the second time with optimizer state: its peak is "1.0x");
 MEASURE_H stores one unit of each class, for one microbatch; PLANNED follows the plans.
@@ -14,10 +15,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -25,64 +24,20 @@ from torch import Tensor, nn
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
-from ds_hilore.memory.meter import PeakMeter
-from ds_hilore.profiling.clock import Clock
 from ds_hilore.profiling.measure import Measurements
 from ds_hilore.recovery.deadwork import DeadWork
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.replay import Site
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
 from ds_hilore.runtime.baseline import BaselineMeter
-from ds_hilore.runtime.budget import RankPlanner, UniformPlan, all_units, loss_leads, shape_class
-from ds_hilore.runtime.microbatch import Microbatch, footprints
+from ds_hilore.runtime.budget import UniformPlan, all_units, loss_leads, shape_class
+from ds_hilore.runtime.microbatch import Microbatch, Phase, footprints
 from ds_hilore.runtime.observe import as_rows, call_with_gradient, check_observable
 from ds_hilore.runtime.outputs import OutputMarks
-from ds_hilore.runtime.update import Announcements, Coefficients, GradientScale, MicrobatchFacts, Source
+from ds_hilore.runtime.parts import Bypass, Checkpoint, ControllerParts, Stage
+from ds_hilore.runtime.update import Announcements, Coefficients, MicrobatchFacts, Source
 
 _log = logging.getLogger(__name__)
-
-Checkpoint = Callable[..., Any]
-
-
-class Phase(Enum):
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-class Stage(Enum):
-    """How far the run is in learning what its units cost."""
-
-    MEASURE_R = "measure_r"
-    MEASURE_H = "measure_h"
-    PLANNED = "planned"
-
-
-class Bypass(Enum):
-    """Ways to run units without us, for comparisons."""
-
-    NONE = "none"
-    PLAIN = "plain"  # no checkpointing at all
-    HOST = "host"  # the host's own checkpoint function
-
-
-@dataclass(frozen=True)
-class ControllerParts:
-    """What a controller is built from.
-
-    Args:
-        unit_names: path and class label of every unit module.
-        scale: what a gradient carries on top of omega right now; told whether it has passed the engine's outputs.
-        replay_only: function-style units (their module, or None) that may not be stored.
-    """
-
-    rank: int
-    unit_names: Mapping[nn.Module, tuple[str, str]]
-    planner: RankPlanner
-    meter: PeakMeter
-    clock: Clock
-    scale: Callable[[bool], GradientScale]
-    replay_only: Callable[[nn.Module | None], bool] = lambda module: False
 
 
 class Controller:
@@ -92,15 +47,16 @@ class Controller:
         plan: that of the newest microbatch.
         stage: how far measuring is.
         coefficients: omega of the newest microbatch, one entry per loss; empty where no loss told.
+        in_flight: most microbatches whose state was held at once.
     """
 
     def __init__(self, parts: ControllerParts) -> None:
         self.parts = parts
-        self.phase = Phase.IDLE
         self.stage = Stage.MEASURE_R
         self.update = 0
         self.measurements = Measurements()
         self.microbatch = Microbatch()
+        self.in_flight = 1
         self.outputs = OutputMarks()
         self.dead: dict[str, frozenset[Site]] = {}
         self.context = RecoveryContext(rank=parts.rank, dead_work=DeadWork(report=self._note_dead))
@@ -111,10 +67,16 @@ class Controller:
         self._host_checkpoint: Checkpoint | None = None
         self._announced = Announcements()
         self._sampled: set[str] = set()  # classes that were stored once, or would not be
+        self._aside = 0  # microbatches between `set_aside` and `take_up`
         self._in_forward = False
         self._awaits_unit = False  # the forward that runs has begun a microbatch but no unit yet
 
     # -- public ----------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Of the microbatch in hand."""
+        return self.microbatch.phase
 
     @property
     def plan(self) -> Plan:
@@ -227,7 +189,7 @@ class Controller:
 
     def _begin_microbatch(self, shape: Shape) -> None:
         self._awaits_unit = False
-        self.phase = Phase.FORWARD
+        self.microbatch.phase = Phase.FORWARD
         self.context.settled = False
         batch = self.microbatch
         batch.shape = shape
@@ -293,7 +255,7 @@ class Controller:
         self.context.settled = True
         if self.phase is not Phase.FORWARD:
             return
-        self.phase = Phase.BACKWARD
+        self.microbatch.phase = Phase.BACKWARD
         batch = self.microbatch
         if self.stage is not Stage.PLANNED and self._bypass is Bypass.NONE:
             self.measurements.note_forward(footprints(batch.alive()))
@@ -304,6 +266,29 @@ class Controller:
         if self.microbatch.coefficients:
             self.settle()
 
+    # -- several microbatches in flight ----------------------------------------------------------------------------
+
+    def set_aside(self) -> Microbatch:
+        """The forward of the microbatch in hand is over, and those of others come before its backward (pipelines).
+
+        Returns:
+            The microbatch, for `take_up`.
+        """
+        batch, self.microbatch = self.microbatch, Microbatch()
+        self.context.settled = True
+        self._aside += 1
+        self.in_flight = max(self.in_flight, self._aside)
+        return batch
+
+    def take_up(self, batch: Microbatch) -> None:
+        """The backward of a microbatch that was set aside comes next."""
+        self._finish_microbatch()
+        self.microbatch = batch
+        self._aside -= 1
+        self.context.settled = batch.phase is not Phase.FORWARD
+        if self.stage is Stage.MEASURE_R:
+            self.context.timing = self._timed_replay
+
     # -- after backward --------------------------------------------------------------------------------------------
 
     def end_backward(self) -> None:
@@ -313,11 +298,11 @@ class Controller:
     def _finish_microbatch(self) -> None:
         if self.phase is Phase.BACKWARD:
             self._baseline.end()
-            if self.microbatch.sampled is not None:
+            if self.microbatch.sampled is not None and self.stage is Stage.MEASURE_H:
                 self._sampled |= self.microbatch.sampled
                 if not self.measurements.unmeasured_classes() - self._sampled:
                     self._calibrate()
-        self.phase = Phase.IDLE
+        self.microbatch.phase = Phase.IDLE
         self.context.settled = True
         self.context.timing = lambda unit: nullcontext()
 
@@ -346,12 +331,13 @@ class Controller:
 
     def abort(self) -> None:
         """An exception left the microbatch unfinished: forget it. Graph and state go with the caller's tensors."""
-        self.phase = Phase.IDLE
+        self.microbatch.phase = Phase.IDLE
         self.context.settled = True
         self.context.timing = lambda unit: nullcontext()
         self._baseline.abort()
         self._announced.restart()
         self.microbatch = Microbatch()
+        self._aside = 0
 
     @property
     def starts_microbatch(self) -> bool:

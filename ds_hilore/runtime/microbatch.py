@@ -1,10 +1,11 @@
-"""The units of one microbatch, and the bytes that they hold."""
+"""The units of one microbatch, how far it is, and the bytes that its units hold."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import Enum
 
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.profiling.measure import UnitFootprint
@@ -12,10 +13,19 @@ from ds_hilore.recovery.unit import UnitCall
 from ds_hilore.runtime.update import Coefficients, MicrobatchFacts
 
 
+class Phase(Enum):
+    """How far a microbatch is."""
+
+    IDLE = "idle"  # no unit has run yet, or its backward is over
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
 @dataclass
 class Microbatch:
     """The units of one microbatch so far. `sampled`: classes of which its plan stores a unit to measure it."""
 
+    phase: Phase = Phase.IDLE
     calls: list[weakref.ref[UnitCall]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     ran: dict[UnitId, Action] = field(default_factory=dict)

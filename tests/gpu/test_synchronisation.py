@@ -16,8 +16,9 @@ from ds_hilore.core.types import Action, Plan, UnitId
 from ds_hilore.objective.grpo import GRPOLossConfig
 from ds_hilore.profiling.clock import clock_for
 from ds_hilore.recovery.routing import RoutingTape
-from ds_hilore.runtime.controller import Controller, ControllerParts
+from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import begin_update, claim, forward_of, grpo_loss, observe_logps, running
+from ds_hilore.runtime.parts import ControllerParts
 from ds_hilore.runtime.update import GradientScale
 from tests.recovery.scenes import weights
 from tests.runtime.rig import StubMeter, planner

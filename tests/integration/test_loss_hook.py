@@ -15,7 +15,7 @@ import ds_hilore
 from ds_hilore.core.types import Action
 from ds_hilore.integration.gradient_scale import EngineScale
 from ds_hilore.objective import grpo
-from ds_hilore.runtime.controller import Phase
+from ds_hilore.runtime.microbatch import Phase
 from ds_hilore.runtime.update import Source
 from tests.engines import config, difference, gradients
 from tests.models import batch, decoder_layers, llama

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hilore.core.types import Action, Solver
-from ds_hilore.runtime.controller import Stage
+from ds_hilore.runtime.parts import Stage
 from tests.engines import config
 from tests.integration import updates
 from tests.models import batch, plain_loss

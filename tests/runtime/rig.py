@@ -14,8 +14,9 @@ from ds_hilore.core.types import Solver
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.runtime.budget import RankPlanner
-from ds_hilore.runtime.controller import Controller, ControllerParts
+from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import forward_of, running
+from ds_hilore.runtime.parts import ControllerParts
 from ds_hilore.runtime.update import GradientScale, MicrobatchFacts
 
 WIDTH = 4

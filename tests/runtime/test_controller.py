@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ds_hilore.core.errors import StateChanged
 from ds_hilore.core.types import Action, UnitId
 from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch, checkpoint
-from ds_hilore.runtime.controller import Phase, Stage
 from ds_hilore.runtime.current import forward_of
+from ds_hilore.runtime.microbatch import Phase
+from ds_hilore.runtime.parts import Stage
 from tests.runtime.rig import Block, Net, Rig, facts, planner, same, told
 
 STORE, RECOMPUTE = Action.STORE, Action.RECOMPUTE

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Action
-from ds_hilore.runtime.controller import Phase, Stage
 from ds_hilore.runtime.current import forward_of
+from ds_hilore.runtime.microbatch import Phase
+from ds_hilore.runtime.parts import Stage
 from ds_hilore.runtime.update import Source
 from tests.runtime.rig import Rig, facts, same, told
 

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
-from ds_hilore.runtime.controller import Phase, Stage
+from ds_hilore.runtime.microbatch import Phase
+from ds_hilore.runtime.parts import Stage
 from tests.runtime.rig import Net, Rig, facts, planner, same, told
 
 STORE, RECOMPUTE = Action.STORE, Action.RECOMPUTE

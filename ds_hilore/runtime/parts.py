@@ -1,0 +1,52 @@
+"""What a controller is made from, and the states that it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from ds_hilore.memory.meter import PeakMeter
+from ds_hilore.profiling.clock import Clock
+from ds_hilore.runtime.budget import RankPlanner
+from ds_hilore.runtime.update import GradientScale
+
+Checkpoint = Callable[..., Any]
+
+
+class Stage(Enum):
+    """How far the run is in learning what its units cost."""
+
+    MEASURE_R = "measure_r"
+    MEASURE_H = "measure_h"
+    PLANNED = "planned"
+
+
+class Bypass(Enum):
+    """Ways to run units without us, for comparisons."""
+
+    NONE = "none"
+    PLAIN = "plain"  # no checkpointing at all
+    HOST = "host"  # the host's own checkpoint function
+
+
+@dataclass(frozen=True)
+class ControllerParts:
+    """What a controller is built from.
+
+    Args:
+        unit_names: path and class label of every unit module.
+        scale: what a gradient carries on top of omega right now; told whether it has passed the engine's outputs.
+        replay_only: function-style units (their module, or None) that may not be stored.
+    """
+
+    rank: int
+    unit_names: Mapping[nn.Module, tuple[str, str]]
+    planner: RankPlanner
+    meter: PeakMeter
+    clock: Clock
+    scale: Callable[[bool], GradientScale]
+    replay_only: Callable[[nn.Module | None], bool] = lambda module: False
