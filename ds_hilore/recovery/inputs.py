@@ -97,17 +97,35 @@ class UnitInputs:
         """The tensors that are kept for a replay, as detached aliases."""
         return [leaf.kept.tensor for leaf in self.leaves if isinstance(leaf, _Held)]
 
-    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+    def tensor_at(self, leaf: int) -> Tensor | None:
+        """The tensor that is kept for an argument leaf, as a detached alias; None for everything else."""
+        held = self.leaves[leaf]
+        return held.kept.tensor if isinstance(held, _Held) else None
+
+    def requires_grad_at(self, leaf: int) -> bool:
+        """Whether the argument leaf is a tensor that is kept and carried a gradient in forward."""
+        held = self.leaves[leaf]
+        return isinstance(held, _Held) and held.requires_grad
+
+    def fresh(
+        self, cut: Callable[[int, Tensor], Tensor] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """Arguments for a replay, as new leaves of the graph, and the tensors among them.
+
+        Args:
+            cut: gives the part of an argument leaf's tensor that the replay is to work on. Default: all of it.
 
         Raises:
             StateChanged: an input was changed in place since the forward pass.
         """
         tensors: list[Tensor] = []
         leaves: list[Any] = []
-        for leaf in self.leaves:
+        for position, leaf in enumerate(self.leaves):
             if isinstance(leaf, _Held):
-                tensor = leaf.kept.get().detach().requires_grad_(leaf.requires_grad)
+                tensor = leaf.kept.get()
+                if cut is not None:
+                    tensor = cut(position, tensor)
+                tensor = tensor.detach().requires_grad_(leaf.requires_grad)
                 tensors.append(tensor)
                 leaves.append(tensor)
             else:

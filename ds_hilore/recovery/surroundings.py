@@ -63,6 +63,20 @@ class Surroundings:
         if module is not None:
             self.autocast.append(AutocastState.current(device.type))
 
+    def undisturbed(self) -> bool:
+        """Whether nobody has drawn random numbers since."""
+        module = _device_module(self.device)
+        if not torch.equal(self.cpu_rng, torch.get_rng_state()):
+            return False
+        return self.device_rng is None or torch.equal(self.device_rng, module.get_rng_state(self.device))
+
+    def rewind(self) -> None:
+        """Puts the random streams back to where they were."""
+        torch.set_rng_state(self.cpu_rng)
+        module = _device_module(self.device)
+        if module is not None:
+            module.set_rng_state(self.device_rng, self.device)
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As they were in forward; afterwards the streams go on as if no replay had been."""

@@ -123,7 +123,7 @@ class UnitCall:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The unit's forward with the caller's own tensors: exact, with grad (R1)."""
         try:
-            with _unit_scope(), torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            with unit_scope(), torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 if self.routing is None:
                     return function(*args, **kwargs)
                 with self.routing.recording():
@@ -188,12 +188,24 @@ class UnitCall:
             self._recovered[index] = None
         return value
 
-    def _replay(self) -> list[Value | None]:
+    def check_generation(self) -> None:
+        """Raises `StateChanged` where an optimizer step or loaded weights came after the forward (R6)."""
+        if self.generation != self.context.generation:
+            raise StateChanged(
+                f"{self.label}: parameters were stepped or loaded between this forward and its backward; run the "
+                "forward again after a step"
+            )
+
+    def check_state(self) -> None:
+        """Raises `StateChanged` where a replay would compute with other weights than the forward did (R5)."""
         if self._facts.version() != self._version:
             raise StateChanged(
                 f"{self.label}: a parameter or buffer of the unit was changed in place between forward and backward; "
                 "change it only after the backward pass"
             )
+
+    def _replay(self) -> list[Value | None]:
+        self.check_state()
         source = ReplaySource(
             self.label,
             self.unit_class,
@@ -205,7 +217,7 @@ class UnitCall:
             self.routing,
             self.context.lean_replay,
         )
-        with _unit_scope(), self.context.timing(self.unit):
+        with unit_scope(), self.context.timing(self.unit):
             return self.context.dead_work.replay(source)
 
 
@@ -215,7 +227,8 @@ def _state(module: torch.nn.Module) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _unit_scope() -> Iterator[None]:
+def unit_scope() -> Iterator[None]:
+    """A unit's forward or replay runs inside (rule R7)."""
     token = _inside_unit.set(True)
     try:
         yield
@@ -231,11 +244,7 @@ def _unpack(held: Handle | ParameterRef) -> Tensor:
     context = call.context
     if not context.settled:
         context.settle()
-    if call.generation != context.generation:
-        raise StateChanged(
-            f"{call.label}: parameters were stepped or loaded between this forward and its backward; run the forward "
-            "again after a step"
-        )
+    call.check_generation()
     try:
         value = held.value
         if value is None:
