@@ -1,4 +1,4 @@
-"""What the benchmarks measure: a real model (or its first layers) in a one-rank DeepSpeed engine."""
+"""What the benchmarks measure: a real model (or its first layers, or its shape) in a one-rank DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -16,39 +16,70 @@ from ds_hilore.objective.chunked import log_probs
 LORA_RANK = 16
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
+#: Qwen2.5-3B (its published config.json), for random weights.
+QWEN_3B = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+
 
 @dataclass(frozen=True)
 class Preset:
-    """One size of the benchmark. `layers` None: all of them. Half of every row is prompt, half response."""
+    """One size of the benchmark. `layers` None: all of them. Half of every row is prompt, half response.
+
+    `shape`: a Qwen2 config for random weights in place of the real model. `turns`: updates per method by default.
+    """
 
     layers: int | None
     rows: int
     row_tokens: int
+    turns: int
+    budgets: tuple[str, ...]
+    dtype: torch.dtype = torch.float32
+    shape: dict[str, Any] | None = None
 
     @property
     def tokens(self) -> int:
         return self.rows * self.row_tokens
 
 
+SWEEP = ("phi=0", "phi=0.05", "phi=0.1", "phi=0.25", "phi=0.5", "phi=0.75", "1.10x", "1.20x", "unlimited")
 PRESETS = {
-    "quick": Preset(layers=8, rows=4, row_tokens=128),
-    "full": Preset(layers=None, rows=8, row_tokens=256),
+    "quick": Preset(8, rows=4, row_tokens=128, turns=14, budgets=("1.10x",)),
+    "full": Preset(None, rows=8, row_tokens=256, turns=3, budgets=SWEEP),
+    "gpu": Preset(
+        None, rows=4, row_tokens=1024, turns=10, budgets=("1.10x", "1.20x"), dtype=torch.bfloat16, shape=QWEN_3B
+    ),
 }
 
 
 class Policy(nn.Module):
-    """A causal language model as the engine sees it: forward gives the responses' log-probabilities, chunked."""
+    """A causal language model as the engine sees it: forward gives the responses' log-probabilities.
 
-    def __init__(self, model: nn.Module, causal: Any) -> None:
+    `whole_logits`: as many loops still have them, [B, T, vocab] at once; else in chunks.
+    """
+
+    def __init__(self, model: nn.Module, causal: Any, whole_logits: bool = False) -> None:
         super().__init__()
         self.model = model
         self._causal = [causal]  # not a submodule of its own: it is inside `model`
+        self._whole_logits = whole_logits
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """[B, T - 1] log-probabilities of ids[:, 1:], 0 where `mask` [B, T - 1] is false."""
         causal = self._causal[0]
         hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        return log_probs(hidden[:, :-1], causal.get_output_embeddings(), ids[:, 1:], mask=mask)
+        head = causal.get_output_embeddings()
+        if self._whole_logits:
+            logps = head(hidden[:, :-1]).float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+            return torch.where(mask, logps, 0.0)
+        return log_probs(hidden[:, :-1], head, ids[:, 1:], mask=mask)
 
 
 @dataclass(frozen=True)
@@ -61,27 +92,47 @@ class Batch:
     advantages: Tensor
 
     @classmethod
-    def random(cls, preset: Preset, vocabulary: int, seed: int) -> Batch:
+    def random(cls, preset: Preset, vocabulary: int, seed: int, device: torch.device | str = "cpu") -> Batch:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, vocabulary, (preset.rows, preset.row_tokens), generator=generator)
         mask = torch.zeros(preset.rows, preset.row_tokens - 1, dtype=torch.bool)
         mask[:, preset.row_tokens // 2 :] = True
-        return cls(ids, mask, torch.full(mask.shape, -8.0), torch.randn(preset.rows, generator=generator))
+        advantages = torch.randn(preset.rows, generator=generator)
+        return cls(*(tensor.to(device) for tensor in (ids, mask, torch.full(mask.shape, -8.0), advantages)))
 
 
-def policy(path: Path, preset: Preset, full_finetuning: bool) -> tuple[Policy, int]:
-    """The model at `path` cut to the preset's layers, with LoRA unless all of it is trained; and its vocabulary size.
+def policy(path: Path | None, preset: Preset, full_finetuning: bool, loss: str = "chunked") -> tuple[Policy, int]:
+    """The model at `path` (or of the preset's shape) cut to the preset's layers, with LoRA unless all of it is trained;
+    and its vocabulary size. lora_B is random instead of zero, so that every adapter has a gradient."""
+    causal = _random_model(preset) if preset.shape is not None else _local_model(path, preset)
+    model: nn.Module = causal if full_finetuning else _with_lora(causal)
+    return Policy(model.train(), causal, whole_logits=loss == "logits"), causal.config.vocab_size
 
-    lora_B is random instead of zero, so that every adapter has a gradient.
-    """
+
+def _local_model(path: Path | None, preset: Preset) -> Any:
     from transformers import AutoModelForCausalLM
 
-    causal = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert path is not None
+    causal = AutoModelForCausalLM.from_pretrained(path, dtype=preset.dtype)
     if preset.layers is not None:
         causal.model.layers = causal.model.layers[: preset.layers]
         causal.config.num_hidden_layers = preset.layers
-    model: nn.Module = causal if full_finetuning else _with_lora(causal)
-    return Policy(model.train(), causal), causal.config.vocab_size
+    return causal
+
+
+def _random_model(preset: Preset) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = {**(preset.shape or {})}
+    if preset.layers is not None:
+        shape["num_hidden_layers"] = preset.layers
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(preset.dtype)
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            return Qwen2ForCausalLM(Qwen2Config(**shape))
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _with_lora(causal: nn.Module) -> nn.Module:
@@ -113,17 +164,25 @@ def one_rank_environment() -> None:
 
 
 def engine_for(model: nn.Module, budget: str, stage: int = 0) -> Any:
-    """A one-rank hilore engine with learning rate 0: the optimizer steps, the parameters stay."""
+    """A one-rank hilore engine with learning rate 0: the optimizer steps, the parameters stay.
+
+    The optimizer is torch's fused one, which needs no memory of its own while it steps: else its temporaries, not the
+    update, would set the peak of every method alike.
+    """
     import ds_hilore
 
     one_rank_environment()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True}},
+        "bf16": {"enabled": next(model.parameters()).dtype is torch.bfloat16},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True, "fused": True},
+        },
         "steps_per_print": 10**9,
         "hilore": {"memory_budget": budget},
     }
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = ds_hilore.initialize(model=model, model_parameters=trainable, config=config)
     return engine

@@ -1,0 +1,183 @@
+"""One engine and one microbatch; an update of it under any method."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ds_hilore
+from benchmarks.methods import HILORE_PLANNED, applied, layer_count, torch_checkpoint
+from benchmarks.records import Case, Peak
+from benchmarks.subject import PRESETS, Batch, engine_for, policy
+from ds_hilore.memory.glibc import trim
+from ds_hilore.memory.meter import peak_meter
+from ds_hilore.objective.grpo import GRPOLossConfig
+from ds_hilore.runtime.controller import Stage
+from examples.arithmetic.model import convert_packaged_model, default_cache_dir, packaged_model
+
+LOSS = GRPOLossConfig()
+START_BUDGET = "1.0x"
+SOLVED_S = 60.0
+
+
+class Bench:
+    """Runs updates of one preset. The run has learnt its units' costs once `learn` returns."""
+
+    def __init__(self, preset: str, full_finetuning: bool, loss: str, model: Path | None, layers: int | None) -> None:
+        size = PRESETS[preset] if layers is None else dataclasses.replace(PRESETS[preset], layers=layers)
+        if model is None and size.shape is None:
+            model = packaged_model(default_cache_dir())
+            convert_packaged_model(model)
+        subject, vocabulary = policy(model, size, full_finetuning, loss)
+        self.engine = engine_for(subject, START_BUDGET)
+        self.batch = Batch.random(size, vocabulary, seed=0, device=self.engine.device)
+        self.meter = peak_meter(self.engine.device)
+
+    @property
+    def layers(self) -> int:
+        return layer_count(self.engine)
+
+    def learn(self) -> None:
+        """The first updates of a run: two that replay and measure, one that stores."""
+        while self.engine.hilore.stage is not Stage.PLANNED:
+            self.update(None)
+
+    def solve(self, case: Case) -> None:
+        """Lets the background programme finish the plan of a planned case: one update asks for it."""
+        if case.method in HILORE_PLANNED:
+            self.update(case)
+            self.engine.hilore.parts.planner.wait(timeout_s=SOLVED_S)
+
+    def update(self, case: Case | None, before_step: Callable[[], None] | None = None) -> float:
+        """Seconds of forward, loss, backward and optimizer step. None: as the run itself has it."""
+        if case is None:
+            return self._update(before_step)
+        with applied(self.engine, case):
+            return self._update(before_step)
+
+    def _update(self, before_step: Callable[[], None] | None) -> float:
+        batch, engine = self.batch, self.engine
+        started = now()
+        logps = engine(batch.ids, batch.mask)
+        loss = ds_hilore.grpo_loss(logps, batch.old_logps, batch.advantages, batch.mask, batch.mask.sum(), config=LOSS)
+        engine.backward(loss)
+        if before_step is not None:
+            before_step()
+        engine.step()
+        return now() - started
+
+    def gradients(self, case: Case) -> list[Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        found: list[Tensor] = []
+        parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
+        self.update(case, lambda: found.extend(safe_get_full_grad(p).clone() for p in parameters))
+        return found
+
+    def peak(self, case: Case) -> Peak:
+        """Physical memory of one update; meaningful on CPU only in a process that gives freed memory back."""
+        if torch.device(self.engine.device).type == "cpu":
+            trim()
+        self.meter.reset()
+        floor = self.meter.level_bytes()
+        self.update(case)
+        planned = case.method in HILORE_PLANNED
+        return Peak(
+            self.meter.peak_bytes(),
+            floor,
+            self.engine.hilore.plan.peak_bytes if planned else None,
+            self.actions(case),
+        )
+
+    def actions(self, case: Case) -> str:
+        """One letter per layer, of the last update: H kept, R replayed."""
+        if case.method.startswith("hilore"):
+            return "".join(action.letter for action in self.engine.hilore.microbatch.ran.values())
+        everything = range(self.layers) if case.method == "none" else case.kept
+        return "".join("H" if layer in everything else "R" for layer in range(self.layers))
+
+    def replay_seconds(self, updates: int) -> tuple[list[float], list[float]]:
+        """Median seconds of each layer's replay: by torch's checkpoint, and by ours without dead work."""
+        theirs, ours = _Replays(self.layers), _Replays(self.layers)
+        dead_work = self.engine.hilore.context.dead_work
+        original = dead_work.replay
+        for _ in range(updates):
+            theirs.begin()
+            with self.engine.hilore.host_checkpointing(partial(theirs.checkpoint, torch_checkpoint)):
+                self.update(None)
+            ours.begin()
+            dead_work.replay = partial(ours.replay, original)
+            try:
+                self.update(Case("hilore_all_R"))
+            finally:
+                dead_work.replay = original
+        return theirs.medians(), ours.medians()
+
+
+class _Replays:
+    """Seconds of replays by layer, over several updates."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._seconds: dict[int, list[float]] = defaultdict(list)
+        self._forwards = 0
+        self._replays = 0
+
+    def begin(self) -> None:
+        self._forwards = self._replays = 0
+
+    def checkpoint(self, inner: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A checkpoint function whose second call of `function`, the replay, is timed."""
+        layer = self._forwards
+        self._forwards += 1
+        calls = 0
+
+        def timed(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                return function(*inner_args, **inner_kwargs)
+            started = now()
+            try:
+                return function(*inner_args, **inner_kwargs)
+            finally:  # early stop leaves by an exception
+                self._seconds[layer].append(now() - started)
+
+        return inner(timed, *args, **kwargs)
+
+    def replay(self, original: Callable[..., Any], source: Any) -> Any:
+        """In place of DeadWork.replay. Backward runs through the layers from the last to the first."""
+        layer = self._layers - 1 - self._replays
+        self._replays += 1
+        started = now()
+        try:
+            return original(source)
+        finally:
+            self._seconds[layer].append(now() - started)
+
+    def medians(self) -> list[float]:
+        return [sorted(self._seconds[layer])[len(self._seconds[layer]) // 2] for layer in range(self._layers)]
+
+
+def relative_error(gradients: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """||g - exact|| / ||exact|| over all tensors; 0 only where all are the same bits."""
+    squares = reference = 0.0
+    for gradient, truth in zip(gradients, exact, strict=True):
+        if not torch.equal(gradient, truth):
+            squares += (gradient.double() - truth.double()).square().sum().item()
+        reference += truth.double().square().sum().item()
+    return (squares / reference) ** 0.5
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

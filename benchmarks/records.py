@@ -1,0 +1,94 @@
+"""What the update-step benchmark reports: one record per method and budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure. `budget` as written, None for methods that know none; `kept` is what tuning found:
+    decoder layers, by index, that keep their state (best_k_layers, every_n_layers)."""
+
+    method: str
+    budget: str | None = None
+    budget_bytes: int | None = None
+    kept: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return self.method if self.budget is None else f"{self.method} @ {self.budget}"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Physical memory of one update. `floor_bytes`: resident before its forward. `plan`: action letter per layer."""
+
+    peak_bytes: int
+    floor_bytes: int
+    predicted_peak_bytes: int | None
+    plan: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One method under one budget.
+
+    `phi` is (budget - peak of checkpointing) / (peak without checkpointing - peak of checkpointing). Shares are of the
+    time that checkpointing costs: `recovered_share` by the clock, `counted_share` from measured seconds of the units'
+    replays times what the plan replays. `gradient_error` is ||g - g_none|| / ||g_none||; 0 means the same bits.
+    """
+
+    method: str
+    budget: str | None
+    budget_bytes: int | None
+    phi: float | None
+    time_ratio_to_checkpointing: float
+    time_ratio_low: float
+    time_ratio_high: float
+    time_ratio_to_none: float
+    time_ratio_to_none_low: float
+    time_ratio_to_none_high: float
+    recovered_share: float
+    counted_share: float | None
+    peak_bytes: int
+    floor_bytes: int
+    predicted_peak_bytes: int | None
+    gradient_error: float
+    actions: Mapping[str, int]
+    pairs: int
+
+
+def table(records: Iterable[Record], title: str) -> Table:
+    """The records for people: memory in MB, shares in parts of 1."""
+    shown = Table(title=title)
+    for column in ("method", "budget", "phi", "time / checkpointing [95 %]", "recovered", "counted", "peak MB"):
+        shown.add_column(column, no_wrap=column == "method")
+    shown.add_column("predicted", justify="right")
+    shown.add_column("layers")
+    shown.add_column("gradient")
+    for r in records:
+        shown.add_row(
+            r.method,
+            "" if r.budget is None else f"{r.budget} = {(r.budget_bytes or 0) / 1e6:.0f} MB",
+            "" if r.phi is None else f"{r.phi:.2f}",
+            f"{r.time_ratio_to_checkpointing:.3f} [{r.time_ratio_low:.3f}, {r.time_ratio_high:.3f}]",
+            f"{r.recovered_share:.2f}",
+            "" if r.counted_share is None else f"{r.counted_share:.2f}",
+            f"{r.peak_bytes / 1e6:.0f}" + (" OVER" if r.budget_bytes and r.peak_bytes > r.budget_bytes else ""),
+            prediction(r),
+            " ".join(f"{count}{letter}" for letter, count in sorted(r.actions.items())),
+            "bitwise" if r.gradient_error == 0 else f"{r.gradient_error:.1e}",
+        )
+    return shown
+
+
+def prediction(record: Record) -> str:
+    """Predicted peak in MB and its error as a share of what the update adds to the floor."""
+    if record.predicted_peak_bytes is None:
+        return ""
+    error = (record.predicted_peak_bytes - record.peak_bytes) / max(1, record.peak_bytes - record.floor_bytes)
+    return f"{record.predicted_peak_bytes / 1e6:.0f} ({error:+.1%})"
