@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ds_hilore.core.budget import MemoryBudget
+from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Action, Plan, Shape, Solver, UnitId, UnitProfile
 from ds_hilore.planning.background import BackgroundPlanner
 from ds_hilore.planning.greedy import greedy
@@ -44,8 +45,8 @@ class RankPlanner:
         self.infeasible: Infeasible | None = None
         self._background = None if solver is Solver.GREEDY else BackgroundPlanner(partial(solve, limits=limits))
         self._calibrations = 0
-        self._plans: dict[Shape, Plan] = {}
-        self._problems: dict[Shape, Problem] = {}
+        self._plans: dict[tuple[int, Shape], Plan] = {}  # by budget and shape class
+        self._problems: dict[tuple[int, Shape], Problem] = {}
         self._base: tuple[int, int, int] = (0, 0, 0)
 
     def calibrate(self, baseline: Baseline, profiles: dict[Shape, tuple[UnitProfile, ...]]) -> None:
@@ -75,31 +76,43 @@ class RankPlanner:
         Never waits: the first answer is greedy's, a solved one takes its place when it is ready. Where not even all-R
         fits, all-R is the plan (nothing needs less) and `infeasible` says what is missing.
         """
+        key = (self.budget_bytes, shape)
         if self._background is not None:
-            solved = self._background.best((self._calibrations, shape))
+            solved = self._background.best((self._calibrations, *key))
             if solved is not None:
                 return solved
-        plan = self._plans.get(shape)
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[shape] = self._first_plan(shape, profiles)
+            plan = self._plans[key] = self._first_plan(key, profiles)
         return plan
 
-    def _first_plan(self, shape: Shape, profiles: tuple[UnitProfile, ...]) -> Plan:
-        problem = self._problems[shape] = _problem(profiles, self.budget_bytes, self._base)
+    def set_budget(self, budget_bytes: int) -> None:
+        """Plans from now on are for this many bytes. Those of other budgets are kept for when one comes back.
+
+        Raises:
+            UsageError: before `calibrate`, which sets the budget itself.
+        """
+        if self._calibrations == 0:
+            raise UsageError("the budget can be changed once the first updates have been measured")
+        self.budget_bytes = budget_bytes
+        self.infeasible = None
+
+    def _first_plan(self, key: tuple[int, Shape], profiles: tuple[UnitProfile, ...]) -> Plan:
+        problem = self._problems[key] = _problem(profiles, self.budget_bytes, self._base)
         result = greedy(problem)
         if isinstance(result, Infeasible):
             if self.infeasible is None:
                 _log.warning("hilore: %s; every unit is replayed", result)
             self.infeasible = result
-            units = [profile.unit for profile in profiles]
-            return all_units(units, Action.RECOMPUTE)
+            replayed = all_units([profile.unit for profile in profiles], Action.RECOMPUTE)
+            return replace(replayed, peak_bytes=evaluate(problem, replayed.choice).peak_bytes)
         if self._background is not None:
-            self._background.submit((self._calibrations, shape), problem)
+            self._background.submit((self._calibrations, *key), problem)
         return result
 
     def problem_for(self, shape: Shape) -> Problem | None:
         """The problem behind the plans of a shape class, for reports and tests."""
-        return self._problems.get(shape)
+        return self._problems.get((self.budget_bytes, shape))
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for the background programme. For tests and benchmarks, never in an update."""
