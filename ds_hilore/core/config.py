@@ -64,7 +64,6 @@ _LATER: Mapping[str, tuple[tuple[Any, ...], str, str]] = {
     "max_gradient_error": ((0.0,), "compression", "0 (exact actions only)"),
     "mode": ((Mode.UPDATE_AWARE, Mode.EXACT), "compression", '"update_aware" or "exact"'),
     "codecs": (((),), "compression", "[]"),
-    "prune_zero_exposure": ((False,), "pruning of rows without gradient", "false"),
     "profile.path": ((None,), "compression", "null"),
     "profile.calibration_microbatches": ((0,), "compression", "0"),
     "profile.audit_interval": ((0,), "compression", "0"),
@@ -219,7 +218,9 @@ class HiLoReConfig(Block):
     )
     planner: PlannerConfig = Field(default=PlannerConfig(), description="How plans are solved.")
     prune_zero_exposure: StrictBool = Field(
-        default=False, description="Leave rows out of backward whose gradient is zero. false until pruning comes."
+        default=True,
+        description="Replays leave out rows and positions that cannot change the model, in microbatches for which "
+        "`begin_update` or `begin_microbatch` announced dead or short rows. Gradients stay exact.",
     )
     profile: ProfileConfig = Field(default=ProfileConfig(), description="Stored profiles and calibration.")
     selfcheck: SelfcheckConfig = Field(
@@ -258,7 +259,7 @@ class HiLoReConfig(Block):
     def _later_before_its_type(cls, value: Any) -> Any:
         return _refuse_until_later("host_budget", value)
 
-    @field_validator("codecs", "prune_zero_exposure", "max_gradient_error", "mode")
+    @field_validator("codecs", "max_gradient_error", "mode")
     @classmethod
     def _later(cls, value: Any, info: ValidationInfo) -> Any:
         return _refuse_until_later(str(info.field_name), value)

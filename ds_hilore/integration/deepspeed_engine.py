@@ -36,6 +36,7 @@ from ds_hilore.integration.refusals import (
     refuse_no_sync,
 )
 from ds_hilore.integration.reset import reset_update
+from ds_hilore.integration.roles import decoder_layer_roles
 from ds_hilore.integration.transformers import CheckpointingGuard, pretrained_models
 from ds_hilore.integration.units import Units, apply_wrapping, find_units, undo_wrapping
 from ds_hilore.integration.zero3 import leaf_units
@@ -307,6 +308,7 @@ def _controller(
         scale=scale,
         # Under ZeRO-3 a function that is no leaf module gathers in its replay: all ranks must replay it (fact 16).
         replay_only=(lambda module: module not in known) if stage3 else (lambda module: False),
+        roles=decoder_layer_roles if config.prune_zero_exposure else None,
     )
     return Controller(parts)
 

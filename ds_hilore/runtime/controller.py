@@ -35,6 +35,7 @@ from ds_hilore.runtime.microbatch import Microbatch, Phase, footprints
 from ds_hilore.runtime.observe import as_rows, call_with_gradient, check_observable
 from ds_hilore.runtime.outputs import OutputMarks
 from ds_hilore.runtime.parts import Bypass, Checkpoint, ControllerParts, Stage
+from ds_hilore.runtime.pruner import Pruner
 from ds_hilore.runtime.update import Announcements, Coefficients, MicrobatchFacts, Source
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Controller:
         self.dead: dict[str, frozenset[Site]] = {}
         self.context = RecoveryContext(rank=parts.rank, dead_work=DeadWork(report=self._note_dead))
         self.context.settle = self.settle
+        self.pruner = Pruner(parts.roles, parts.rank)
         self._baseline = BaselineMeter(parts.meter)
         self._forced: Plan | Action | None = None
         self._bypass = Bypass.NONE
@@ -128,10 +130,13 @@ class Controller:
 
     def announce_update(self, microbatches: list[MicrobatchFacts]) -> None:
         """All microbatches of this rank's next update (begin_update)."""
+        for facts in microbatches:
+            self.pruner.announced(facts)
         self._announced.announce_update(microbatches)
 
     def announce_microbatch(self, facts: MicrobatchFacts) -> None:
         """The next microbatch (begin_microbatch); takes precedence over what `announce_update` said of it."""
+        self.pruner.announced(facts)
         self._announced.announce_microbatch(facts)
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -168,8 +173,13 @@ class Controller:
         batch = self.microbatch
         unit = UnitId(name, batch.counts[name])
         batch.counts[name] += 1
-        action = Action.RECOMPUTE if self.parts.replay_only(module) else batch.plan.action_of(unit)
+        replay_only = self.parts.replay_only(module)
+        action = Action.RECOMPUTE if replay_only else batch.plan.action_of(unit)
         batch.ran[unit] = action
+        if batch.prunes and action is Action.RECOMPUTE and not replay_only:
+            call, result = self.pruner.run((self.context, unit, unit_class, inputs), function, args, kwargs)
+            batch.calls.append(weakref.ref(call))
+            return result
         call = UnitCall(self.context, unit, unit_class, action, inputs)
         batch.calls.append(weakref.ref(call))
         return call.run(function, args, kwargs)
@@ -195,6 +205,7 @@ class Controller:
         batch.shape = shape
         batch.facts = self._announced.take()
         batch.plan = self._choose(shape)
+        self.pruner.begin(batch, measuring=self.stage is not Stage.PLANNED and self._forced is None)
         if self.stage is Stage.MEASURE_R:
             self.context.timing = self._timed_replay
             if self.update > 0 and self._forced is None:  # optimizer state exists after the first update
@@ -302,6 +313,7 @@ class Controller:
                 self._sampled |= self.microbatch.sampled
                 if not self.measurements.unmeasured_classes() - self._sampled:
                     self._calibrate()
+            self.pruner.end(self.microbatch)
         self.microbatch.phase = Phase.IDLE
         self.context.settled = True
         self.context.timing = lambda unit: nullcontext()
@@ -335,6 +347,7 @@ class Controller:
         self.context.settled = True
         self.context.timing = lambda unit: nullcontext()
         self._baseline.abort()
+        self.pruner.clear()
         self._announced.restart()
         self.microbatch = Microbatch()
         self._aside = 0

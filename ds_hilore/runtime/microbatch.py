@@ -23,7 +23,14 @@ class Phase(Enum):
 
 @dataclass
 class Microbatch:
-    """The units of one microbatch so far. `sampled`: classes of which its plan stores a unit to measure it."""
+    """The units of one microbatch so far.
+
+    Attributes:
+        sampled: classes of which its plan stores a unit to measure it.
+        live_share: positions that can change the model, of all, as announced; once a pruned backward is over, as found.
+            None: nobody has told.
+        prunes: replays leave out what is dead.
+    """
 
     phase: Phase = Phase.IDLE
     calls: list[weakref.ref[UnitCall]] = field(default_factory=list)
@@ -33,6 +40,8 @@ class Microbatch:
     shape: Shape | None = None  # of its first unit
     plan: Plan = field(default_factory=Plan)
     facts: MicrobatchFacts | None = None
+    live_share: float | None = None
+    prunes: bool = False
     coefficients: list[Coefficients] = field(default_factory=list)
 
     def alive(self) -> list[UnitCall]:

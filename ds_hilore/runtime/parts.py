@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.profiling.clock import Clock
+from ds_hilore.recovery.prune import RolesOf
 from ds_hilore.runtime.budget import RankPlanner
 from ds_hilore.runtime.update import GradientScale
 
@@ -41,6 +42,7 @@ class ControllerParts:
         unit_names: path and class label of every unit module.
         scale: what a gradient carries on top of omega right now; told whether it has passed the engine's outputs.
         replay_only: function-style units (their module, or None) that may not be stored.
+        roles: what the arguments of a unit mean, for pruning; None where nothing is to be pruned.
     """
 
     rank: int
@@ -50,3 +52,4 @@ class ControllerParts:
     clock: Clock
     scale: Callable[[bool], GradientScale]
     replay_only: Callable[[nn.Module | None], bool] = lambda module: False
+    roles: RolesOf | None = None

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.objective.exposure import TokenFacts
+from ds_hilore.runtime.liveness import ExpectedLengths
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class MicrobatchFacts:
                     f"{name} has shape {tuple(given.shape)}, the mask {tuple(self.mask.shape)}: one entry per row, or "
                     "one per token"
                 )
+
+    @cached_property
+    def expected(self) -> ExpectedLengths:
+        """How far each row is optimised. Asking for it the first time sends it to the host."""
+        return ExpectedLengths(self.advantages, self.mask, self.weights)
 
 
 def announced_microbatches(
