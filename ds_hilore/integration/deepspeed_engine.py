@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,30 +21,31 @@ from ds_hilore.core.config import HiLoReConfig, RankBudgets
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.host_rules import check_against_ds_json
-from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch, ModelParallelRng
 from ds_hilore.integration.control_plane import control_plane
 from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
-from ds_hilore.integration.gated_mlp import apply_gated_mlps, undo_gated_mlps
 from ds_hilore.integration.gradient_scale import EngineScale
+from ds_hilore.integration.host import AttachedHost
 from ds_hilore.integration.peft import let_embedding_outputs_require_grad
+from ds_hilore.integration.pipeline import (
+    PipelineHost,
+    is_pipeline,
+    pipeline_facts,
+    pipeline_units,
+    refuse_pipeline,
+)
 from ds_hilore.integration.refusals import (
-    refuse_compile,
-    refuse_compiled_model,
     refuse_engine,
     refuse_model,
-    refuse_no_sync,
 )
-from ds_hilore.integration.reset import reset_update
 from ds_hilore.integration.roles import decoder_layer_roles
-from ds_hilore.integration.transformers import CheckpointingGuard, pretrained_models
-from ds_hilore.integration.units import Units, apply_wrapping, find_units, undo_wrapping
+from ds_hilore.integration.units import Units, find_units
 from ds_hilore.integration.zero3 import leaf_units
 from ds_hilore.memory.meter import peak_meter
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.profiling.clock import clock_for
 from ds_hilore.runtime.budget import RankPlanner
 from ds_hilore.runtime.controller import Controller
-from ds_hilore.runtime.current import claim, forward_of
+from ds_hilore.runtime.current import claim
 from ds_hilore.runtime.parts import ControllerParts
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     assert ds is not None
     deps.check_versions()
     notes = check_against_ds_json(config, ds)
-    units = find_units(model, config.units)
+    # A pipeline's units are known when its engine is: it may set the checkpoint interval.
+    units = Units({}) if is_pipeline(model) else find_units(model, config.units)
     refuse_model(model, units.modules)
     # As `deepspeed.initialize` does: ranks must have met before its first collective on their parameters.
     deepspeed.init_distributed(
@@ -92,7 +93,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
                 stack.enter_context(leaf_units(model, units.modules))
                 let_embedding_outputs_require_grad(model)
             result = original(*args, **kwargs)
-        attach(result[0], config, ds, units=units, notes=notes, plane=plane)
+        attach(result[0], config, ds, units=None if is_pipeline(model) else units, notes=notes, plane=plane)
         on_failure.pop_all()
     return result
 
@@ -142,7 +143,10 @@ def attach(
     """
     if getattr(engine, "hilore", None) is not None:
         raise UsageError("this engine has a hilore controller already; detach it first")
-    units = units or find_units(engine.module, config.units)
+    pipeline = is_pipeline(engine.module)
+    if pipeline:
+        refuse_pipeline(engine)
+    units = units or (pipeline_units if pipeline else find_units)(engine.module, config.units)
     refuse_engine(engine, units.modules)
     plane = plane or _agreed_plane(engine.module, config, ds, units)
     with ExitStack() as on_failure:
@@ -150,7 +154,7 @@ def attach(
         scale = EngineScale(engine)
         controller = _controller(engine, config, units, plane.rank, plane.world_size, scale)
         on_failure.callback(controller.close)
-        AttachedHost(engine, controller, plane, units, scale).apply()
+        (PipelineHost if pipeline else AttachedHost)(engine, controller, plane, units, scale).apply()
         on_failure.pop_all()
     _say_start(engine, config, units, notes or [], plane.rank)
     claim(controller)
@@ -160,7 +164,8 @@ def attach(
 def _agreed_plane(model: nn.Module, config: HiLoReConfig, ds: Mapping[str, Any], units: Units) -> ControlPlane:
     plane = control_plane()
     try:
-        plane.agree("start", fingerprint(model, config, ds, units.names.values()))
+        facts = fingerprint(model, config, ds, units.names.values())
+        plane.agree("start", facts | pipeline_facts(model) if is_pipeline(model) else facts)
     except BaseException:
         plane.close()
         raise
@@ -172,119 +177,6 @@ def detach(engine: Any) -> None:
     host: AttachedHost | None = getattr(engine, "_hilore_host", None)
     if host is not None:
         host.undo()
-
-
-@dataclass
-class AttachedHost:
-    """What was changed on one engine and its model, and how to change it back."""
-
-    engine: Any
-    controller: Controller
-    plane: ControlPlane
-    units: Units
-    scale: EngineScale
-
-    def apply(self) -> None:
-        """Changes the model, DeepSpeed's checkpoint function and the engine; all or nothing."""
-        self._stack = ExitStack()
-        try:
-            self._change()
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def _change(self) -> None:
-        for model in pretrained_models(self.engine.module) if not self.units.wrapped else []:
-            guard = CheckpointingGuard(model)
-            self._stack.callback(guard.undo)
-            guard.apply()
-        self._stack.callback(undo_wrapping, self.units.wrapped)
-        apply_wrapping(self.units.wrapped)
-        self._stack.callback(undo_gated_mlps, apply_gated_mlps(self.units.modules))
-        DeepSpeedCheckpointPatch.apply()
-        self._stack.callback(DeepSpeedCheckpointPatch.undo)
-        for name in ("forward", "backward", "step", "load_checkpoint", "no_sync", "compile"):
-            original = getattr(self.engine, name)
-            self.engine.__dict__[name] = functools.partial(getattr(self, f"_{name}"), original)
-            self._stack.callback(self.engine.__dict__.pop, name, None)
-        self.engine.__dict__["hilore"] = self.controller
-        self.engine.__dict__["_hilore_host"] = self
-
-    def undo(self) -> None:
-        """Gives back hooks, functions and methods; closes planner and control plane."""
-        self._stack.close()
-        self.engine.__dict__.pop("hilore", None)
-        self.engine.__dict__.pop("_hilore_host", None)
-        self.controller.close()
-        self.plane.close()
-
-    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        refuse_compiled_model(self.engine.module)
-        self._meet_ranks()
-        self.controller.context.rng_tracker = ModelParallelRng.if_used()
-        with forward_of(self.controller):
-            try:
-                result = original(*args, **kwargs)
-            except BaseException:
-                self._give_up_update()
-                raise
-        self.controller.outputs.mark(result)
-        return result
-
-    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if args:  # `loss`; the rest goes by name in DeepSpeed's own callers
-            kwargs = {**dict(zip(("loss", "retain_graph", "scale_wrt_gas"), args)), **kwargs}
-        self.controller.begin_backward()
-        try:
-            with self.scale.backward(kwargs.get("scale_wrt_gas", True)):
-                result = original(**kwargs)
-        except BaseException:
-            self._give_up_update()
-            raise
-        if not kwargs.get("retain_graph", False):
-            self.controller.end_backward()
-        return result
-
-    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        boundary = self.engine.is_gradient_accumulation_boundary()
-        result = original(*args, **kwargs)
-        if boundary:
-            self.controller.end_update()
-            self._write_metrics()
-        return result
-
-    def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        self.controller.parameters_changed()
-        return result
-
-    def _no_sync(self, original: Callable[..., Any]) -> Any:
-        refuse_no_sync(self.engine)
-        return original()
-
-    def _compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        refuse_compile()
-
-    def _meet_ranks(self) -> None:
-        """Before the first collective of a microbatch that a rank could wait for in vain (design fact 16)."""
-        if self.plane.world_size == 1 or not self.controller.starts_microbatch:
-            return
-        first = self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0
-        if first or self.engine.zero_optimization_stage() >= 2:
-            self.plane.agree("microbatch", self.controller.progress() | {"micro_steps": self.engine.micro_steps})
-
-    def _give_up_update(self) -> None:
-        """The update starts again: what DeepSpeed left half done would be silently wrong (design fact 4)."""
-        self.controller.abort()
-        reset_update(self.engine)
-
-    def _write_metrics(self) -> None:
-        monitor = getattr(self.engine, "monitor", None)
-        if monitor is not None and monitor.enabled and self.plane.rank == 0:
-            samples = self.engine.global_samples
-            monitor.write_events([(f"Train/hilore/{k}", v, samples) for k, v in self.controller.metrics().items()])
 
 
 def _controller(

@@ -37,9 +37,7 @@ def refuse_engine(engine: Any, units: Iterable[nn.Module]) -> None:
     found = _faults_of(engine.module)
     if getattr(engine, "is_compiled", False):
         found.append("engine.compile() was called: leave it out")
-    if type(engine).__name__ == "PipelineEngine":
-        found.append("pipeline engines are not supported yet: use ZeRO without a PipelineModule")
-    elif engine.zero_optimization_stage() == 3 and not all(getattr(unit, "_z3_leaf", False) for unit in units):
+    if engine.zero_optimization_stage() == 3 and not all(getattr(unit, "_z3_leaf", False) for unit in units):
         found.append(
             "a ZeRO-3 engine made without us gathers parameters within units, so ranks with different plans would wait "
             "for each other: make it with ds_hilore.initialize, or call ds_hilore.install() before deepspeed.initialize"
@@ -80,10 +78,7 @@ def refuse_no_sync(engine: Any) -> None:
 
 
 def _faults_of(model: nn.Module) -> list[str]:
-    found = [_COMPILED] if _is_compiled(model) else []
-    if any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__):
-        found.append("a PipelineModule is not supported yet: use ZeRO without it")
-    return found
+    return [_COMPILED] if _is_compiled(model) else []
 
 
 def _is_compiled(module: nn.Module) -> bool:

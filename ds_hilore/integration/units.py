@@ -44,10 +44,10 @@ def find_units(model: nn.Module, wanted: str | tuple[str, ...]) -> Units:
     """
     layers = checkpointing_layers(model)
     if wanted == "auto":
-        return Units(_named(model, layers))
+        return Units(named(model, layers))
     modules = _outermost(_matching(model, tuple(wanted)))
     by_host = set(layers)
-    return Units(_named(model, modules), tuple(module for module in modules if module not in by_host))
+    return Units(named(model, modules), tuple(module for module in modules if module not in by_host))
 
 
 def apply_wrapping(modules: tuple[nn.Module, ...]) -> None:
@@ -102,8 +102,8 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if module not in inner]
 
 
-def _named(model: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, tuple[str, str]]:
-    """Paths, and class labels that tell layers of one class but another make-up apart (hybrid models, fact 17)."""
+def named(model: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, tuple[str, str]]:
+    """Paths in the model, and class labels that tell layers of one class but another make-up apart (fact 17)."""
     wanted = set(modules)
     labels: dict[tuple[Any, ...], str] = {}
     per_class: dict[str, int] = {}

@@ -90,10 +90,10 @@ def compiled_unit() -> None:
     _start(model=model)
 
 
-def pipeline() -> None:
+def units_named_in_a_pipeline() -> None:
     from deepspeed.pipe import PipelineModule
 
-    _start(model=PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1))
+    _start({"units": ["Linear"]}, PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1))
 
 
 def old_package() -> None:
@@ -299,7 +299,7 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     compiled_model: ("UnsupportedError", ("whole model is under torch.compile", "inside a decoder layer")),
     model_compiled_in_place: ("UnsupportedError", ("whole model is under torch.compile",)),
     compiled_unit: ("UnsupportedError", ("torch.compile around a unit", "model.layers.1", "inside the unit")),
-    pipeline: ("UnsupportedError", ("PipelineModule", "ZeRO without it")),
+    units_named_in_a_pipeline: ("ConfigError", ("hilore.units", "activation_checkpoint_interval")),
     old_package: ("DependencyMissing", ("deepspeed 0.18.2 is older than 0.18.3", "pip install")),
     missing_package: ("DependencyMissing", ("mpi4py is not installed", "ds_hilore[mpi]")),
     attached_twice: ("UsageError", ("has a hilore controller already", "detach")),

@@ -1,0 +1,145 @@
+"""What is changed on an engine and its model while a controller is attached, and how it is changed back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_hilore.core.fabric import ControlPlane
+from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch, ModelParallelRng
+from ds_hilore.integration.gated_mlp import apply_gated_mlps, undo_gated_mlps
+from ds_hilore.integration.gradient_scale import EngineScale
+from ds_hilore.integration.refusals import refuse_compile, refuse_compiled_model, refuse_no_sync
+from ds_hilore.integration.reset import reset_update
+from ds_hilore.integration.transformers import CheckpointingGuard, pretrained_models
+from ds_hilore.integration.units import Units, apply_wrapping, undo_wrapping
+from ds_hilore.runtime.controller import Controller
+from ds_hilore.runtime.current import forward_of
+
+
+@dataclass
+class AttachedHost:
+    """What was changed on one engine and its model, and how to change it back."""
+
+    engine: Any
+    controller: Controller
+    plane: ControlPlane
+    units: Units
+    scale: EngineScale
+
+    def apply(self) -> None:
+        """Changes the model, DeepSpeed's checkpoint function and the engine; all or nothing."""
+        self._stack = ExitStack()
+        try:
+            self._change()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _change(self) -> None:
+        self._change_model()
+        DeepSpeedCheckpointPatch.apply()
+        self._stack.callback(DeepSpeedCheckpointPatch.undo)
+        self._change_engine()
+        self.engine.__dict__["hilore"] = self.controller
+        self.engine.__dict__["_hilore_host"] = self
+
+    def _change_model(self) -> None:
+        for model in pretrained_models(self.engine.module) if not self.units.wrapped else []:
+            guard = CheckpointingGuard(model)
+            self._stack.callback(guard.undo)
+            guard.apply()
+        self._stack.callback(undo_wrapping, self.units.wrapped)
+        apply_wrapping(self.units.wrapped)
+        self._stack.callback(undo_gated_mlps, apply_gated_mlps(self.units.modules))
+
+    def _change_engine(self) -> None:
+        self._wrap("forward", "backward", "step", "load_checkpoint", "no_sync", "compile")
+
+    def _wrap(self, *names: str) -> None:
+        """Leads methods of the engine through those of ours that have an underscore before the same name."""
+        for name in names:
+            original = getattr(self.engine, name)
+            self.engine.__dict__[name] = functools.partial(getattr(self, f"_{name}"), original)
+            self._stack.callback(self.engine.__dict__.pop, name, None)
+
+    def undo(self) -> None:
+        """Gives back hooks, functions and methods; closes planner and control plane."""
+        self._stack.close()
+        self.engine.__dict__.pop("hilore", None)
+        self.engine.__dict__.pop("_hilore_host", None)
+        self.controller.close()
+        self.plane.close()
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        refuse_compiled_model(self.engine.module)
+        self._meet_ranks()
+        self.controller.context.rng_tracker = ModelParallelRng.if_used()
+        with forward_of(self.controller):
+            try:
+                result = original(*args, **kwargs)
+            except BaseException:
+                self._give_up_update()
+                raise
+        self.controller.outputs.mark(result)
+        return result
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args:  # `loss`; the rest goes by name in DeepSpeed's own callers
+            kwargs = {**dict(zip(("loss", "retain_graph", "scale_wrt_gas"), args)), **kwargs}
+        self.controller.begin_backward()
+        try:
+            with self.scale.backward(kwargs.get("scale_wrt_gas", True)):
+                result = original(**kwargs)
+        except BaseException:
+            self._give_up_update()
+            raise
+        if not kwargs.get("retain_graph", False):
+            self.controller.end_backward()
+        return result
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        boundary = self.engine.is_gradient_accumulation_boundary()
+        result = original(*args, **kwargs)
+        if boundary:
+            self.controller.end_update()
+            self._write_metrics()
+        return result
+
+    def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self.controller.parameters_changed()
+        return result
+
+    def _no_sync(self, original: Callable[..., Any]) -> Any:
+        refuse_no_sync(self.engine)
+        return original()
+
+    def _compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        refuse_compile()
+
+    def _meet_ranks(self) -> None:
+        """Before the first collective of a microbatch that a rank could wait for in vain (design fact 16)."""
+        if self.plane.world_size == 1 or not self.controller.starts_microbatch:
+            return
+        first = self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0
+        if first or self.engine.zero_optimization_stage() >= 2:
+            self.plane.agree("microbatch", self.controller.progress() | {"micro_steps": self.engine.micro_steps})
+
+    def _give_up_update(self) -> None:
+        """The update starts again: what DeepSpeed left half done would be silently wrong (design fact 4)."""
+        self.controller.abort()
+        reset_update(self.engine)
+
+    def _write_metrics(self) -> None:
+        monitor = getattr(self.engine, "monitor", None)
+        if monitor is not None and monitor.enabled and self.plane.rank == 0:
+            samples = self.engine.global_samples
+            monitor.write_events([(f"Train/hilore/{k}", v, samples) for k, v in self.controller.metrics().items()])
