@@ -68,6 +68,12 @@ def tight_malloc() -> Iterator[None]:
         _apply(libc, _settings_at_start())
 
 
+def started_tight() -> bool:
+    """Whether the process was started with variables under which freed tensors always leave it (design fact 20)."""
+    settings = _settings_at_start()
+    return max(settings.mmap_threshold_bytes, settings.trim_threshold_bytes) <= TIGHT.mmap_threshold_bytes
+
+
 def trim() -> None:
     """Gives free heap memory back to the system once.
 

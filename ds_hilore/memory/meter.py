@@ -13,13 +13,19 @@ from pathlib import Path
 import torch
 
 from ds_hilore.core.errors import UnsupportedError
+from ds_hilore.memory.glibc import started_tight
 
 _PROC = Path("/proc")
 _RESET_PEAK = "5"  # what clear_refs wants in order to set VmHWM back to VmRSS (Linux, proc(5))
 
 
 class PeakMeter(ABC):
-    """Level and peak of what this process holds on one device. `peak_meter` makes the right one."""
+    """Level and peak of what this process holds on one device. `peak_meter` makes the right one.
+
+    `exact`: peaks count what is in use, not what the allocator keeps, in the ordinary course of a run.
+    """
+
+    exact: bool = True
 
     @abstractmethod
     def reset(self) -> None:
@@ -68,6 +74,7 @@ class CpuMeter(PeakMeter):
 
     def __init__(self, proc: Path = _PROC) -> None:
         self._proc = proc
+        self.exact = started_tight()
         self.peak_bytes()
         self.reset()
 

@@ -23,6 +23,7 @@ class BaselineMeter:
         self._phases: list[PhasePeaks] = []
         self._peak = 0
         self._shape: Shape | None = None
+        self._floor = 0
         self._forward = 0
         self._loss = 0
         self._settings = ExitStack()
@@ -37,6 +38,7 @@ class BaselineMeter:
         self._peak = max(self._peak, self._meter.peak_bytes() if self._phases else 0)
         self._shape = shape
         self._meter.reset()
+        self._floor = self._meter.level_bytes()
 
     def backward_begins(self) -> None:
         """The final plan was just applied. Forward and loss share one peak: nothing in all-R tells them apart."""
@@ -49,7 +51,7 @@ class BaselineMeter:
         if self._shape is None:
             return
         backward = self._meter.peak_bytes()
-        self._phases.append(PhasePeaks(self._shape, self._forward, self._loss, backward))
+        self._phases.append(PhasePeaks(self._shape, self._forward, self._loss, backward, self._floor))
         self._peak = max(self._peak, self._forward, self._loss, backward)
         self._shape = None
         self._meter.reset()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ds_hilore.core.budget import MemoryBudget
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Action, Plan, Shape, Solver, UnitId, UnitProfile
+from ds_hilore.memory.base import BaseBytes, BaseObservation
 from ds_hilore.planning.background import BackgroundPlanner
 from ds_hilore.planning.greedy import greedy
-from ds_hilore.planning.problem import Infeasible, Problem, evaluate
+from ds_hilore.planning.problem import Infeasible, Problem, Row, evaluate
 from ds_hilore.planning.program import SolverLimits, solve
 
 _log = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ class PhasePeaks:
     forward: int
     loss: int
     backward: int
+    floor: int = 0  # level before the forward
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class RankPlanner:
         self._calibrations = 0
         self._plans: dict[tuple[int, Shape], Plan] = {}  # by budget and shape class
         self._problems: dict[tuple[int, Shape], Problem] = {}
-        self._base: tuple[int, int, int] = (0, 0, 0)
+        self._observed: list[BaseObservation] = []
+        self._base = BaseBytes()
 
     def calibrate(self, baseline: Baseline, profiles: dict[Shape, tuple[UnitProfile, ...]]) -> None:
         """Splits the measured peaks into the units' part, which plans change, and the rest, which stays.
@@ -57,18 +61,29 @@ class RankPlanner:
             profiles: of every shape in `baseline.phases`.
         """
         self.budget_bytes = self.budget.bytes_on(baseline.device_bytes, baseline.peak_bytes)
+        self._observed = [_observation(phase, profiles[phase.shape], {}) for phase in baseline.phases]
+        self._refit()
+
+    def note_peaks(self, peaks: PhasePeaks, profiles: tuple[UnitProfile, ...], choice: Mapping[UnitId, str]) -> None:
+        """What a planned microbatch was seen to need; where that is more than foreseen, further plans leave the room.
+
+        Args:
+            profiles: for the shape of `peaks`.
+            choice: the variants that ran.
+        """
+        found = _observation(peaks, profiles, choice)
+        foreseen = self._base.at(peaks.shape)
+        if any(seen > base + NOISE_BYTES for seen, base in zip((found.forward, found.loss, found.backward), foreseen)):
+            self._observed = _most_telling([*self._observed, found])
+            self._refit()
+
+    def _refit(self) -> None:
+        """Plans made so far are out of date."""
+        self._base = BaseBytes.fit(self._observed)
         self._calibrations += 1
         self._plans.clear()
         self._problems.clear()
         self.infeasible = None
-        forward = loss = backward = 0
-        for phase in baseline.phases:
-            empty = evaluate(_problem(profiles[phase.shape], 0, (0, 0, 0)), {})
-            units = {peak.row.value: peak.bytes for peak in empty.peaks}
-            forward = max(forward, phase.forward - units["forward"])
-            loss = max(loss, phase.loss - units["loss"])
-            backward = max(backward, phase.backward - units["backward"])
-        self._base = (max(0, forward), max(0, loss), max(0, backward))
 
     def plan_for(self, shape: Shape, profiles: tuple[UnitProfile, ...]) -> Plan:
         """The best plan known for a microbatch of this shape class; profiles are those of the same class.
@@ -98,7 +113,7 @@ class RankPlanner:
         self.infeasible = None
 
     def _first_plan(self, key: tuple[int, Shape], profiles: tuple[UnitProfile, ...]) -> Plan:
-        problem = self._problems[key] = _problem(profiles, self.budget_bytes, self._base)
+        problem = self._problems[key] = _problem(profiles, self.budget_bytes, self._base.at(key[1]))
         result = greedy(problem)
         if isinstance(result, Infeasible):
             if self.infeasible is None:
@@ -121,6 +136,35 @@ class RankPlanner:
     def close(self) -> None:
         if self._background is not None:
             self._background.close(timeout_s=0.1)
+
+
+#: Peaks that differ by less are the same: pages, the allocator's rounding, what the interpreter holds.
+NOISE_BYTES = 1 << 20
+#: Observations that a base is fitted to.
+MAX_OBSERVED = 16
+
+
+def _observation(peaks: PhasePeaks, profiles: tuple[UnitProfile, ...], choice: Mapping[UnitId, str]) -> BaseObservation:
+    """The measured peaks without what the planner's rows say that the units need."""
+    rows = evaluate(_problem(profiles, 0, (0, 0, 0)), choice).peaks
+    units = {peak.row: peak.bytes for peak in rows}
+    return BaseObservation(
+        peaks.shape.tokens,
+        peaks.floor,
+        peaks.forward - units[Row.FORWARD],
+        peaks.loss - units[Row.LOSS],
+        peaks.backward - units[Row.BACKWARD],
+    )
+
+
+def _most_telling(observed: list[BaseObservation]) -> list[BaseObservation]:
+    """The highest of each number of tokens, the newest of those."""
+    highest: dict[int, BaseObservation] = {}
+    for found in observed:
+        known = highest.pop(found.tokens, found)
+        rows = (max(getattr(known, row), getattr(found, row)) for row in ("floor", "forward", "loss", "backward"))
+        highest[found.tokens] = BaseObservation(found.tokens, *rows)
+    return list(highest.values())[-MAX_OBSERVED:]
 
 
 #: What a lean replay saves at the peak of a unit's backward, in unit inputs: the outputs of its norms, and some more.

@@ -37,6 +37,7 @@ from ds_hilore.runtime.outputs import OutputMarks
 from ds_hilore.runtime.parts import Bypass, Checkpoint, ControllerParts, Stage
 from ds_hilore.runtime.pruner import Pruner
 from ds_hilore.runtime.update import Announcements, Coefficients, MicrobatchFacts, Source
+from ds_hilore.runtime.watch import PeakWatch
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Controller:
         self.context.settle = self.settle
         self.pruner = Pruner(parts.roles, parts.rank)
         self._baseline = BaselineMeter(parts.meter)
+        self._watch = PeakWatch(parts.meter, parts.planner)
         self._forced: Plan | Action | None = None
         self._bypass = Bypass.NONE
         self._host_checkpoint: Checkpoint | None = None
@@ -210,6 +212,8 @@ class Controller:
             self.context.timing = self._timed_replay
             if self.update > 0 and self._forced is None:  # optimizer state exists after the first update
                 self._baseline.begin(shape)
+        elif self.stage is Stage.PLANNED and self._forced is None and self.in_flight <= 1 and not batch.prunes:
+            self._watch.begin(shape)
 
     def _choose(self, shape: Shape) -> Plan:
         """The representation of every unit, chosen before it runs (design section 4, first problem)."""
@@ -271,6 +275,7 @@ class Controller:
         if self.stage is not Stage.PLANNED and self._bypass is Bypass.NONE:
             self.measurements.note_forward(footprints(batch.alive()))
         self._baseline.backward_begins()
+        self._watch.backward_begins()
 
     def begin_backward(self) -> None:
         """engine.backward was called: coefficients that are known in closed form settle the plan now."""
@@ -309,6 +314,7 @@ class Controller:
     def _finish_microbatch(self) -> None:
         if self.phase is Phase.BACKWARD:
             self._baseline.end()
+            self._watch.end(self.measurements, self.microbatch.ran)
             if self.microbatch.sampled is not None and self.stage is Stage.MEASURE_H:
                 self._sampled |= self.microbatch.sampled
                 if not self.measurements.unmeasured_classes() - self._sampled:
@@ -347,6 +353,7 @@ class Controller:
         self.context.settled = True
         self.context.timing = lambda unit: nullcontext()
         self._baseline.abort()
+        self._watch.abort()
         self.pruner.clear()
         self._announced.restart()
         self.microbatch = Microbatch()
@@ -367,14 +374,7 @@ class Controller:
 
     def metrics(self) -> dict[str, float]:
         """Figures of the newest microbatch for monitors; bytes and seconds as the plan predicts them."""
-        plan, actions = self.plan, list(self.microbatch.ran.values())
-        return {
-            "stored_units": actions.count(Action.STORE),
-            "replayed_units": actions.count(Action.RECOMPUTE),
-            "saved_seconds": plan.saved_seconds,
-            "predicted_peak_bytes": plan.peak_bytes,
-            "budget_bytes": self.budget_bytes,
-        }
+        return {**self.microbatch.metrics(), "budget_bytes": self.budget_bytes}
 
     def close(self) -> None:
         self._baseline.abort()

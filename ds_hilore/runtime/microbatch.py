@@ -47,6 +47,16 @@ class Microbatch:
     def alive(self) -> list[UnitCall]:
         return [call for reference in self.calls if (call := reference()) is not None]
 
+    def metrics(self) -> dict[str, float]:
+        """What ran, and what the plan promised."""
+        actions = list(self.ran.values())
+        return {
+            "stored_units": actions.count(Action.STORE),
+            "replayed_units": actions.count(Action.RECOMPUTE),
+            "saved_seconds": self.plan.saved_seconds,
+            "predicted_peak_bytes": self.plan.peak_bytes,
+        }
+
 
 def footprints(calls: list[UnitCall]) -> list[UnitFootprint]:
     """Bytes that each call adds to those before it. Reads addresses only; nothing is copied or waited for.

@@ -88,6 +88,9 @@ def measured(draw: st.DrawFn) -> tuple[tuple[UnitProfile, ...], Baseline]:
     return tuple(units), Baseline(max(forward, backward, step), (phase,), 10**9)
 
 
+MB = 10**6
+
+
 def planner(budget: MemoryBudget, solver: Solver = Solver.GREEDY) -> RankPlanner:
     return RankPlanner(budget, solver, SolverLimits(1.0, 0.01))
 
@@ -169,10 +172,24 @@ def test_all_phases_of_the_baseline_are_kept_to() -> None:
     baseline = Baseline(700, (PhasePeaks(TEN, 700, 700, 300), PhasePeaks(TWENTY, 500, 500, 600)), 10**9)
     made = planner(multiple(1.0))
     made.calibrate(baseline, {TEN: small, TWENTY: large})
-    made.plan_for(TEN, small)
-    problem = made.problem_for(TEN)
-    assert problem is not None
-    assert (problem.base_loss_bytes, problem.base_backward_bytes) == (700 - 10, 600 - 2 * 100)
+    bases = []
+    for shape, profile in ((TEN, small), (TWENTY, large)):
+        made.plan_for(shape, profile)
+        problem = made.problem_for(shape)
+        assert problem is not None
+        bases.append((problem.base_loss_bytes, problem.base_backward_bytes))
+    assert bases == [(700 - 10, 300 - 100), (700 - 10, 600 - 2 * 100)]
+
+
+def test_a_peak_above_what_was_foreseen_makes_plans_leave_more_room() -> None:
+    units = profile_of(1)
+    made = planner(multiple(2.0))
+    made.calibrate(Baseline(700 * MB, (PhasePeaks(TEN, 690 * MB, 690 * MB, 700 * MB),), 10**12), {TEN: units})
+    first = made.plan_for(TEN, units)
+    made.note_peaks(PhasePeaks(TEN, 690 * MB, 690 * MB, 700 * MB), units, {})  # as foreseen
+    assert made.plan_for(TEN, units) is first
+    made.note_peaks(PhasePeaks(TEN, 690 * MB, 690 * MB, 750 * MB), units, {})
+    assert made.plan_for(TEN, units).peak_bytes - first.peak_bytes == 50 * MB
 
 
 def profile_of(scale: int) -> tuple[UnitProfile, ...]:

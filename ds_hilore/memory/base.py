@@ -1,0 +1,105 @@
+"""What the device holds besides the units' own state, at the fullest moments of a microbatch of any size.
+
+The planner's rows (NOTE [Memory rows] of planning/problem.py) each start from such a base: parameters, gradients,
+optimizer state and buckets, which stay (the floor), and workspace of forward, loss and backward, which grows with the
+microbatch. Integers in, integers out; bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ds_hilore.core.types import Shape
+
+
+@dataclass(frozen=True)
+class BaseObservation:
+    """What one microbatch was seen to need. Each row's bytes: its peak less what the units held and worked on there.
+
+    Args:
+        tokens: positions of the microbatch.
+        floor: level before its forward.
+        forward, loss, backward: device bytes at the fullest moment of the row, units' part taken out, floor included.
+    """
+
+    tokens: int
+    floor: int
+    forward: int
+    loss: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """constant + slope * tokens, in bytes."""
+
+    constant: float = 0.0
+    slope: float = 0.0
+
+    def at(self, tokens: int) -> int:
+        return math.ceil(self.constant + self.slope * tokens)
+
+
+@dataclass(frozen=True)
+class BaseBytes:
+    """Base of each row by number of tokens. Never below what was observed (`fit`)."""
+
+    floor: int = 0
+    forward: tuple[Line, ...] = (Line(),)
+    loss: tuple[Line, ...] = (Line(),)
+    backward: tuple[Line, ...] = (Line(),)
+
+    @classmethod
+    def fit(cls, observations: Iterable[BaseObservation]) -> BaseBytes:
+        """The base that covers every observation.
+
+        With one number of tokens seen, workspace is taken to stay the same below it (a chunked loss does) and to grow
+        in proportion above it (attention masks, norms' temporaries do): too much in both directions, never too little
+        where workspace is between the two. With several, it grows along a line through their envelope.
+        """
+        seen = list(observations)
+        if not seen:
+            return cls()
+        floor = max(o.floor for o in seen)
+        return cls(
+            floor,
+            _cover([(o.tokens, o.forward - o.floor) for o in seen]),
+            _cover([(o.tokens, o.loss - o.floor) for o in seen]),
+            _cover([(o.tokens, o.backward - o.floor) for o in seen]),
+        )
+
+    def at(self, shape: Shape) -> tuple[int, int, int]:
+        """Bases of the forward, loss and backward rows for a microbatch of this shape."""
+        tokens = shape.tokens
+        forward, loss, backward = (
+            max(0, self.floor + max(line.at(tokens) for line in lines))
+            for lines in (self.forward, self.loss, self.backward)
+        )
+        return forward, loss, backward
+
+
+def _cover(points: list[tuple[int, int]]) -> tuple[Line, ...]:
+    """Lines of which the highest is at or above every point (tokens, bytes), whatever its tokens.
+
+    Bytes may be negative: the units' part is itself an upper bound.
+    """
+    by_tokens: dict[int, int] = {}
+    for tokens, found in points:
+        by_tokens[tokens] = max(found, by_tokens.get(tokens, found))
+    most = max(by_tokens.values())
+    if len(by_tokens) == 1:
+        (tokens,) = by_tokens
+        return Line(most), Line(slope=max(0, most) / max(1, tokens))
+    slope = max(0.0, _slope(by_tokens))
+    constant = max(found - slope * tokens for tokens, found in by_tokens.items())
+    return (Line(constant, slope),)
+
+
+def _slope(points: dict[int, int]) -> float:
+    """Least squares."""
+    middle = sum(points) / len(points)
+    mean = sum(points.values()) / len(points)
+    spread = sum((tokens - middle) ** 2 for tokens in points)
+    return sum((tokens - middle) * (found - mean) for tokens, found in points.items()) / spread

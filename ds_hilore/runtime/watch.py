@@ -1,0 +1,52 @@
+"""Peaks of planned microbatches, where reading them costs next to nothing: what was foreseen is held to what came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_hilore.core.types import Action, Shape, UnitId
+from ds_hilore.memory.meter import PeakMeter
+from ds_hilore.profiling.measure import Measurements
+from ds_hilore.runtime.budget import PhasePeaks, RankPlanner
+
+
+class PeakWatch:
+    """Follows one microbatch at a time; tells the planner, which then leaves more room where a base was too low.
+
+    Idle where the meter's peaks mean nothing in the ordinary course of a run (CPU under glibc's own settings).
+    """
+
+    def __init__(self, meter: PeakMeter, planner: RankPlanner) -> None:
+        self._meter = meter
+        self._planner = planner
+        self._shape: Shape | None = None
+        self._floor = 0
+        self._forward = 0
+
+    def begin(self, shape: Shape) -> None:
+        """The first unit of a planned microbatch is about to run."""
+        if not self._meter.exact:
+            return
+        self._shape = shape
+        self._meter.reset()
+        self._floor = self._meter.level_bytes()
+
+    def backward_begins(self) -> None:
+        """The final plan was just applied."""
+        if self._shape is not None:
+            self._forward = self._meter.peak_bytes()
+            self._meter.reset()
+
+    def end(self, measurements: Measurements, ran: Mapping[UnitId, Action]) -> None:
+        """The backward is over, with the actions in `ran`. Of units that are not those of the profile, nothing is
+        learnt (two forwards before one backward)."""
+        shape, self._shape = self._shape, None
+        if shape is None or ran.keys() != {unit for unit, _ in measurements.roster}:
+            return
+        peaks = PhasePeaks(shape, self._forward, self._forward, self._meter.peak_bytes(), self._floor)
+        choice = {unit: action.letter for unit, action in ran.items()}
+        self._planner.note_peaks(peaks, measurements.profiles(shape), choice)
+
+    def abort(self) -> None:
+        """The microbatch failed, or is not followed to its end."""
+        self._shape = None
