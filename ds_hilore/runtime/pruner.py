@@ -53,6 +53,7 @@ class Pruner:
         facts, shape = batch.facts, batch.shape
         if self._pruning is None or facts is None or shape is None:
             return
+        self._pruning.clear()  # of a microbatch that never got its backward
         if facts.expected.ready:
             spared, kept = facts.expected.shares(shape)
             batch.live_share = spared if self.spares_zero_advantages else kept
