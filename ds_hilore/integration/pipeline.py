@@ -152,6 +152,7 @@ class PipelineHost(AttachedHost):
 
     def __post_init__(self) -> None:
         self._checkpoint = StageCheckpoint(self.units.modules)
+        self._units_interval = _interval(self.engine.module)
         self._in_instruction = False
         self._begun = False  # a forward of the running `train_batch` has begun
         self._broken = False
@@ -193,7 +194,7 @@ class PipelineHost(AttachedHost):
                 "train_batch ended in an exception before, and a pipeline cannot begin an update again: other stages "
                 "wait for its messages; start the job again from a checkpoint"
             )
-        if self.engine.module.activation_checkpoint_interval != self.engine.module.is_checkpointable_results_interval:
+        if self.engine.module.activation_checkpoint_interval != self._units_interval:
             raise UsageError("activation_checkpoint_interval was changed: call ds_hilore.detach(engine) before")
         self._meet_ranks()
         self._begun = False
