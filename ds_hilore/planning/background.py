@@ -1,4 +1,4 @@
-"""Plans made off the critical path: one worker thread, newest result by key."""
+"""Plans and frontiers made off the critical path: one worker thread, newest result by key."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ds_hilore.core.errors import UsageError
-from ds_hilore.core.types import Plan
-from ds_hilore.planning.problem import Infeasible, Problem
-from ds_hilore.planning.program import solve
+from ds_hilore.planning.problem import Infeasible
 
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
-
-Planner = Callable[[Problem], "Plan | Infeasible"]
 
 
 @dataclass(frozen=True)
@@ -26,33 +25,34 @@ class PlanningFailure:
     detail: str
 
 
-class BackgroundPlanner:
-    """Solves problems in one daemon thread while training goes on.
+class BackgroundPlanner(Generic[_Task, _Result]):
+    """Works in one daemon thread while training goes on.
 
-    Every method returns at once. Of problems waiting under one key only the newest is solved; keys are served in the
-    order in which they were first submitted. A failure of the planner is recorded (`failures`) and ends nothing.
+    Every method returns at once. Of tasks waiting under one key only the newest is done; keys are served in the order
+    in which they were first submitted. A failure of the planner is recorded (`failures`) and ends nothing.
 
     Args:
-        planner: what makes a plan; `partial(solve, limits=...)` sets limits. It must release the interpreter lock
-            while it works for long, as HiGHS and CBC do.
+        planner: what makes a result of a task, for example `partial(refine_apart, limits=...)` a frontier of a
+            frontier, or `partial(solve, limits=...)` a plan of a problem. While it works for long it must hold no
+            interpreter lock: solvers release it, Python does not (`apart` is the way out).
 
-    A key names what a plan depends on (shape class, budget, profile): `best` gives the newest plan under it, which
-    may have been made for an older problem; `check` or `repair` it against the problem at hand.
+    A key names what a result depends on (shape class, budget, profile): `best` gives the newest one under it, which
+    may have been made for an older task; `check` or `repair` a plan against the problem at hand.
     """
 
-    def __init__(self, planner: Planner = solve) -> None:
+    def __init__(self, planner: Callable[[_Task], _Result | Infeasible]) -> None:
         self._planner = planner
         self._wake = threading.Condition()
-        self._waiting: OrderedDict[Hashable, Problem] = OrderedDict()
+        self._waiting: OrderedDict[Hashable, _Task] = OrderedDict()
         self._working = False
         self._closed = False
-        self._results: dict[Hashable, Plan | Infeasible] = {}
+        self._results: dict[Hashable, _Result | Infeasible] = {}
         self._failures: list[PlanningFailure] = []
         self._thread = threading.Thread(target=self._work, name="hilore-planner", daemon=True)
         self._thread.start()
 
-    def submit(self, key: Hashable, problem: Problem) -> None:
-        """Asks for a plan of `problem`; a problem still waiting under `key` is replaced.
+    def submit(self, key: Hashable, task: _Task) -> None:
+        """Asks for the result of `task`; a task still waiting under `key` is replaced.
 
         Raises:
             UsageError: the planner is closed.
@@ -60,16 +60,16 @@ class BackgroundPlanner:
         with self._wake:
             if self._closed:
                 raise UsageError("this background planner is closed; make a new one")
-            self._waiting[key] = problem
+            self._waiting[key] = task
             self._wake.notify_all()
 
-    def best(self, key: Hashable) -> Plan | None:
-        """Gives the newest finished plan under `key`, or None while there is none (or none fits)."""
+    def best(self, key: Hashable) -> _Result | None:
+        """Gives the newest finished result under `key`, or None while there is none (or none fits)."""
         with self._wake:
             result = self._results.get(key)
-        return result if isinstance(result, Plan) else None
+        return None if isinstance(result, Infeasible) else result
 
-    def verdict(self, key: Hashable) -> Plan | Infeasible | None:
+    def verdict(self, key: Hashable) -> _Result | Infeasible | None:
         """Gives the newest finished result under `key`, "nothing fits" included."""
         with self._wake:
             return self._results.get(key)
@@ -104,10 +104,10 @@ class BackgroundPlanner:
                 self._wake.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                key, problem = self._waiting.popitem(last=False)
+                key, task = self._waiting.popitem(last=False)
                 self._working = True
             try:
-                result = self._planner(problem)
+                result = self._planner(task)
             except Exception as error:  # the job must outlive its planner
                 _log.warning("planning for %s failed: %s: %s", key, type(error).__name__, error)
                 with self._wake:

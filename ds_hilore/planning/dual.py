@@ -68,10 +68,10 @@ class Dual:
 
     def bound(self, risk_limit: float) -> Bound:
         """Gives the least bound found for a problem with this right side of the risk row (B^2, or B if linear)."""
-        limit = risk_limit / self._scale_risk
+        limit = risk_limit * (1 + RISK_TOLERANCE) / self._scale_risk
         bytes_M, risk_L = self._byte_prices_M, self._risk_prices_L
         # an option that breaks the risk row alone is in no plan
-        seconds_KU = np.where(self._risk_KU <= limit * (1 + RISK_TOLERANCE), self._seconds_KU, -math.inf)
+        seconds_KU = np.where(self._risk_KU <= limit, self._seconds_KU, -math.inf)
         value_ML = self._best_ML + bytes_M[:, None] * self._memory + risk_L * limit
         least, m, n = _least(value_ML)
         best = (least, bytes_M[m], risk_L[n])
@@ -86,11 +86,11 @@ class Dual:
     def choose(self, bound: Bound, risk_limit: float, dearer: float) -> list[int]:
         """Gives what each unit picks, as places of its options, at prices `dearer` times `bound`'s: a little above 1
         it is mostly a plan that fits, with little room left."""
-        limit = risk_limit / self._scale_risk
+        limit = risk_limit * (1 + RISK_TOLERANCE) / self._scale_risk
         per_byte = bound.per_byte * self._scale_bytes * dearer
         per_risk = bound.per_risk * self._scale_risk * dearer
         value_KU = self._seconds_KU - per_byte * self._bytes_KU - per_risk * self._risk_KU
-        value_KU[self._risk_KU > limit * (1 + RISK_TOLERANCE)] = -math.inf
+        value_KU[self._risk_KU > limit] = -math.inf
         places: list[int] = value_KU.argmax(axis=0).tolist()
         return places
 

@@ -100,6 +100,12 @@ class Prepared:
         """Seconds that preparing q saves if the true B / E is `reach`: those of its a-plan less encoding."""
         return self._seconds[self._place(reach)] - self.prepare_seconds
 
+    @property
+    def breakpoints(self) -> tuple[tuple[float, float], ...]:
+        """(risk cost at E = 1, seconds) of its a-plans, for the price of risk (price.py)."""
+        power = 1 if self.problem.linear_risk else 2
+        return tuple((point.risk**power, point.saved_seconds) for point in self.points)
+
     def _place(self, reach: float) -> int:
         if not reach > 0:
             return 0
@@ -139,15 +145,7 @@ class Frontier:
     def breakpoints(self) -> tuple[tuple[float, float], ...]:
         """(risk cost at E = 1, seconds) of all plans, encoding counted: what the price of risk reads (price.py).
         The cost is r^2, or r in paper mode."""
-        power = 1 if self.problem.linear_risk else 2
-        return tuple(
-            (point.risk**power, point.saved_seconds - row.prepare_seconds) for row in self.rows for point in row.points
-        )
-
-    @property
-    def worst_gap(self) -> float:
-        """The largest certified gap of any plan in it; infinite where some plan has no bound."""
-        return max(gap(plan) for row in self.rows for plan in (row.plan, *row.points))
+        return tuple((cost, seconds - row.prepare_seconds) for row in self.rows for cost, seconds in row.breakpoints)
 
 
 def gap(plan: Plan) -> float:
@@ -209,13 +207,19 @@ def _first_plan(problem: Problem, dual: Dual, before: Plan | None) -> Plan | Inf
     start = _start(problem, dual, bound)
     if isinstance(start, Infeasible):
         return start
-    climbs = [climb(problem, start, bound._replace(per_risk=tilt * bound.per_risk)) for tilt in _TILTS]
-    if before is not None:
-        climbs.append(pick(problem, before.choice))
-    best = max(climbs, key=lambda picked: math.fsum([option.seconds for option in picked]))
+    found = [] if before is None else [pick(problem, before.choice)]
+    for tilt in _TILTS:
+        found.append(climb(problem, start, bound._replace(per_risk=tilt * bound.per_risk)))
+        if _seconds(found[-1]) * (1 + _CLOSE) >= bound.seconds:
+            break
+    best = max(found, key=_seconds)
     choice = {unit.unit: option.name for unit, option in zip(problem.units, best)}
     settled = pick(problem, settle(problem, choice))
     return make_plan_of(problem, settled, Solver.GREEDY, bound.seconds)
+
+
+def _seconds(picked: Sequence[Option]) -> float:
+    return math.fsum([option.seconds for option in picked])
 
 
 def _start(problem: Problem, dual: Dual, bound: Bound) -> list[Option] | Infeasible:
@@ -262,6 +266,8 @@ def _steps(problem: Problem, rows: Rows, bound: Bound) -> list[tuple[float, int,
 _DEARER = (1.002, 1.02, 1.2)
 #: Equal units are indifferent between more bytes and more risk at the best prices: risk is used up first, or bytes.
 _TILTS = (0.97, 1.03)
+#: A climb this near to the bound is not tried again.
+_CLOSE = 0.005
 #: Keeps densities finite for steps that cost nothing: they come first, in order of gain.
 _FREE = 1e-15
 
@@ -271,19 +277,18 @@ def assemble(problem: Problem, plans: dict[float, Plan], decided: int) -> Fronti
     rows: list[Prepared] = []
     for reach, plan in plans.items():
         if not any(row.plan.choice == plan.choice for row in rows):
-            rows.append(_prepared(problem, reach, plan, decided))
+            second = problem.after_forward(plan.choice)
+            rows.append(row_of(reach, plan, second, first_points(second, decided)))
     return Frontier(problem, tuple(rows))
 
 
-def _prepared(problem: Problem, reach: float, plan: Plan, decided: int) -> Prepared:
-    second = problem.after_forward(plan.choice).now(risk_budget=plan.risk)
-    picks = pick(second, plan.choice)
-    found = [(second.now(risk_budget=limit), picked) for limit, picked in _bolder_and_bolder(second, picks, decided)]
-    bounds = risk_bounds(second, [here.risk_limit for here, _ in found])
-    points = [
-        (make_plan_of(here, picked, Solver.GREEDY, bound), picked) for (here, picked), bound in zip(found, bounds)
-    ]
-    return row_of(reach, plan, second, points)
+def first_points(problem: Problem, decided: int) -> list[tuple[Plan, list[Option]]]:
+    """Gives greedy a-plans of `problem`, one after forward, for no risk and up to `decided` risk budgets, ascending."""
+    assert problem.prepared is not None
+    prepared = pick(problem, problem.prepared)
+    found = [(problem.now(risk_budget=limit), p) for limit, p in _bolder_and_bolder(problem, prepared, decided)]
+    bounds = risk_bounds(problem, [here.risk_limit for here, _ in found])
+    return [(make_plan_of(here, p, Solver.GREEDY, bound), p) for (here, p), bound in zip(found, bounds)]
 
 
 def row_of(reach: float, plan: Plan, problem: Problem, points: Sequence[tuple[Plan, list[Option]]]) -> Prepared:

@@ -26,8 +26,14 @@ class Rows:
         held = sum(option.held_bytes for option in self.picked)
         self._loss_left = _UNBOUND
         self._forward_left = [_UNBOUND] * count
+        # M2 implies M1 where encoding needs no more than the loss
+        encoding = max([option.forward_bytes for options in problem.options for option in options])
+        self._forward_counts = (
+            problem.prepared is None and problem.base_forward_bytes + encoding > problem.base_loss_bytes
+        )
         if problem.prepared is None:
             self._loss_left = problem.budget_bytes - problem.base_loss_bytes - held
+        if self._forward_counts:
             left = problem.budget_bytes - problem.base_forward_bytes
             for position, option in enumerate(self.picked):
                 left -= option.held_bytes
@@ -63,16 +69,14 @@ class Rows:
         grown = option.held_bytes - now.held_bytes
         if grown > self._loss_left or option.host_bytes - now.host_bytes > self._host_left:
             return False
-        if grown + option.forward_bytes - now.forward_bytes > self._forward_left[position]:
+        if self._forward_counts and not self._forward_fits(position, option):
             return False
         if option.own_backward_bytes - now.own_backward_bytes > self._backward_left[position]:
             return False
         later = position + 1
-        if later < len(self.picked):
-            if grown > min(self._forward_left[later:]):
-                return False
-            if option.backward_held_bytes - now.backward_held_bytes > min(self._backward_left[later:]):
-                return False
+        grown_backward = option.backward_held_bytes - now.backward_held_bytes
+        if later < len(self.picked) and grown_backward > min(self._backward_left[later:]):
+            return False
         if option.risk_cost > now.risk_cost and option.risk_cost - now.risk_cost > self.risk_left:
             return False
         return self._conversion_fits(now, option)
@@ -82,8 +86,8 @@ class Rows:
         now = self.picked[position]
         grown = option.held_bytes - now.held_bytes
         grown_backward = option.backward_held_bytes - now.backward_held_bytes
-        if self._problem.prepared is None:
-            self._loss_left -= grown
+        self._loss_left -= grown
+        if self._forward_counts:
             self._forward_left[position:] = [left - grown for left in self._forward_left[position:]]
             self._forward_left[position] -= option.forward_bytes - now.forward_bytes
         later = position + 1
@@ -95,6 +99,13 @@ class Rows:
         if option.risk_cost != now.risk_cost:
             self._risk_left = None
         self.picked[position] = option
+
+    def _forward_fits(self, position: int, option: Option) -> bool:
+        now = self.picked[position]
+        grown = option.held_bytes - now.held_bytes
+        if grown + option.forward_bytes - now.forward_bytes > self._forward_left[position]:
+            return False
+        return grown <= min(self._forward_left[position + 1 :], default=grown)
 
     def _conversion_fits(self, now: Option, option: Option) -> bool:
         if self._conversions + option.converts - now.converts == 0:

@@ -10,9 +10,11 @@ import pytest
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Plan
 from ds_hilore.planning.background import BackgroundPlanner, PlanningFailure
+from ds_hilore.planning.frontier import Frontier, first_frontier
 from ds_hilore.planning.greedy import greedy
 from ds_hilore.planning.problem import Infeasible, Problem
 from ds_hilore.planning.program import SolverLimits, solve
+from ds_hilore.planning.refine import refine, refine_apart
 from tests.planning.planning_problems import decoder
 
 LONG_S = 30.0
@@ -33,13 +35,24 @@ class Gate:
         return greedy(problem)
 
 
-def test_solves_with_the_programme_by_default() -> None:
-    planner = BackgroundPlanner()
+def test_solves_with_the_programme() -> None:
+    planner = BackgroundPlanner(solve)
     problem = decoder(12, 3, risk_budget=0.01)
     planner.submit("shape", problem)
     assert planner.wait(LONG_S)
     assert planner.best("shape") == solve(problem)
     assert planner.best("other shape") is None
+    assert planner.close(LONG_S)
+
+
+def test_makes_frontiers_of_frontiers_in_a_process_of_its_own() -> None:
+    first = first_frontier(decoder(12, 3, risk_budget=0.01))
+    assert isinstance(first, Frontier)
+    planner = BackgroundPlanner(refine_apart)
+    planner.submit("shape", first)
+    assert planner.wait(LONG_S)
+    assert planner.best("shape") == refine(first)
+    assert planner.failures() == ()
     assert planner.close(LONG_S)
 
 
