@@ -54,12 +54,20 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture-of-experts MLP. `shared_width`: intermediate size of an expert that sees every token, or 0."""
+    """A mixture-of-experts MLP.
+
+    Args:
+        count, per_token: how many there are, and how many each token is sent to.
+        width: intermediate size of each.
+        shared_width: that of an expert that sees every token, or 0.
+        normalised: the weights of the chosen experts are divided by their sum.
+    """
 
     count: int
     per_token: int
     width: int
     shared_width: int = 0
+    normalised: bool = True
 
 
 @dataclass(frozen=True)

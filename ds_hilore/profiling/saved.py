@@ -56,24 +56,27 @@ def saved_tensors(layer: LayerGeometry) -> list[SavedTensor]:
     found += _attention(layer)
     if layer.post_norms:
         found += _norm(layer, "norm behind attention", layer.hidden, 1)
-    found += _norm(layer, "MLP norm", layer.hidden, 1)
+    # Behind a norm of the attention's output, the residual sum can be derived; else it is the sum of what is not held.
+    found += _norm(layer, "MLP norm", layer.hidden, 1, derivable=layer.post_norms)
     found += _mlp(layer) if layer.experts is None else _experts(layer, layer.experts)
     if layer.post_norms:
         found += _norm(layer, "norm behind MLP", layer.hidden, 1)
     return [tensor for tensor in found if tensor.values > 0]
 
 
-def _norm(layer: LayerGeometry, name: str, width: int, rows: int, source_held: bool = False) -> list[SavedTensor]:
-    """`rows`: statistics per token. `source_held`: what is normalised is held anyway, in the model's dtype."""
+def _norm(
+    layer: LayerGeometry, name: str, width: int, rows: int, source_held: bool = False, derivable: bool = False
+) -> list[SavedTensor]:
+    """`rows`: statistics per token. What is normalised is held anyway in the model's dtype, or can be derived."""
     size = layer.value_bytes
     if layer.norm is Norm.LAYER:
         found = [SavedTensor(f"{name}: mean and deviation", 2 * rows, FLOAT)]
-        return found if source_held else [SavedTensor(f"{name}: source", width, size), *found]
+        return found if source_held else [SavedTensor(f"{name}: source", width, size, derivable), *found]
     found = [SavedTensor(f"{name}: statistics", rows, FLOAT)]
     if size != FLOAT:
-        found.append(SavedTensor(f"{name}: source in float32", width, FLOAT, derivable=source_held))
+        found.append(SavedTensor(f"{name}: source in float32", width, FLOAT, source_held or derivable))
     elif not source_held:
-        found.append(SavedTensor(f"{name}: source", width, FLOAT))
+        found.append(SavedTensor(f"{name}: source", width, FLOAT, derivable))
     in_float = layer.norm is Norm.RMS_FLOAT
     if layer.trained:
         found.append(SavedTensor(f"{name}: before its weight", width, FLOAT if in_float else size, derivable=True))
@@ -100,8 +103,11 @@ def _projected(
         return []
     size, count = adapters.value_bytes, len(adapted)
     found = [SavedTensor(f"{name}: LoRA middles", sum(adapted), size)]
-    if adapters.dropout:  # each adapter drops for itself, and dropping has no rule
-        found.append(SavedTensor(f"{name}: dropped, with masks", 2 * count * width, size))
+    if adapters.dropout:  # each adapter drops for itself
+        found += [
+            SavedTensor(f"{name}: dropout masks", count * width, size),
+            SavedTensor(f"{name}: dropped", count * width, size, derivable or held),
+        ]
     elif size != layer.value_bytes:  # each adapter casts for itself
         found.append(SavedTensor(f"{name}: cast for adapters", count * width, size, derivable or held))
     elif not held:
@@ -166,8 +172,9 @@ def _experts(layer: LayerGeometry, experts: Experts) -> list[SavedTensor]:
     found = [
         SavedTensor("router input", layer.hidden if router_needs else 0, size, derivable=True),
         SavedTensor("router probabilities", experts.count, FLOAT),
-        SavedTensor("routing: indices and order", 4 * chosen, INDEX),
-        SavedTensor("routing: weights", 2 * chosen + 1, FLOAT),
+        SavedTensor("routing: chosen experts", chosen, INDEX, unit_input=True),  # a replay takes them over
+        SavedTensor("routing: order by expert", 3 * chosen, INDEX),
+        SavedTensor("routing: weights", 2 * chosen + 1 if experts.normalised else chosen, FLOAT),
         SavedTensor("tokens by expert", chosen * layer.hidden if weights_need else 0, size),
         SavedTensor("gates and ups by expert", 2 * chosen * width, size),
         SavedTensor("activated gates", 0 if layer.gated_function else chosen * width, size, derivable=True),
