@@ -261,7 +261,7 @@ def _weighted(
     return pulp.LpAffineExpression(terms)
 
 
-class _QuietHiGHS(pulp.HiGHS):
+class QuietHiGHS(pulp.HiGHS):
     """PuLP's HiGHS without the banner: highspy's own class prints one while it sets up callbacks, whatever is asked.
 
     The class below it has the same methods and prints nothing.
@@ -286,7 +286,7 @@ class _QuietHiGHS(pulp.HiGHS):
 
 def _run_highs(model: pulp.LpProblem, limits: SolverLimits) -> float | None:
     """Solves in this process, without files, silently, on one thread; gives the bound on the scaled objective."""
-    model.solve(_QuietHiGHS(timeLimit=limits.time_limit_s, gapRel=limits.relative_gap))
+    model.solve(QuietHiGHS(timeLimit=limits.time_limit_s, gapRel=limits.relative_gap))
     bound = -float(model.solverModel.getInfo().mip_dual_bound)
     return bound if math.isfinite(bound) else None
 
