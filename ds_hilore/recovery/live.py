@@ -191,7 +191,7 @@ class Cut:
             return tensor
         if self._uniform:
             part = tensor.narrow(1, self._begin[0], self.length)
-            return part if self._all_rows or tensor.shape[0] == 1 else part.index_select(0, self._row_index)
+            return part if self._all_rows or self._shared(tensor) else part.index_select(0, self._row_index)
         if tensor.shape[0] == 1:
             return tensor[0][self._window_index]
         return tensor[self._row_index[:, None], self._window_index]
@@ -207,7 +207,7 @@ class Cut:
         size = self.length
         if self._uniform:
             part = mask.narrow(2, self._begin[0], size).narrow(3, self._begin[0], size)
-            return part if self._all_rows or mask.shape[0] == 1 else part.index_select(0, self._row_index)
+            return part if self._all_rows or self._shared(mask) else part.index_select(0, self._row_index)
         return torch.stack(
             [
                 mask[row if mask.shape[0] > 1 else 0, :, begin : begin + size, begin : begin + size]
@@ -232,6 +232,10 @@ class Cut:
             return
         taken, place = self._places
         target.flatten(0, 1).index_copy_(0, place, gradient.flatten(0, 1).index_select(0, taken))
+
+    def _shared(self, tensor: Tensor) -> bool:
+        """Whether a tensor has one row for all rows of the microbatch."""
+        return tensor.shape[0] == 1 < self.shape[0]
 
     @cached_property
     def _row_index(self) -> Tensor:

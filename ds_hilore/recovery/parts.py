@@ -52,9 +52,17 @@ class UnitPart:
                 part, _ = self.run(cut)
             at = cut.pick(compared)
             before, after = cut.pick(hidden)[at].float(), cut.pick(output)[at].float()
-            if not _agree(part[at].float(), before, after, output.dtype):
+            if not _agree(part[at].float(), before, after, self._eps(output)):
                 return False
         return True
+
+    def _eps(self, output: Tensor) -> float:
+        """Rounding of the coarsest precision that the unit computes in."""
+        module = self.inputs.module
+        dtypes = {output.dtype, *(state.dtype for state in self.surroundings.autocast if state.enabled)}
+        if module is not None:
+            dtypes.update(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+        return max(torch.finfo(dtype).eps for dtype in dtypes)
 
     def delivery_order(self, named: dict[str, Parameter]) -> tuple[str, ...]:
         """Names in the order in which a backward of the plain unit gives gradients; what got none comes last."""
@@ -93,9 +101,8 @@ def _trial(borders: Tensor) -> tuple[Tensor, Tensor]:
     return live, compared
 
 
-def _agree(part: Tensor, before: Tensor, after: Tensor, dtype: torch.dtype) -> bool:
+def _agree(part: Tensor, before: Tensor, after: Tensor, eps: float) -> bool:
     """Whether `part` is `after` but for rounding: against the size of both the values and the change from `before`."""
-    eps = torch.finfo(dtype).eps
     allowed = eps * after.norm() + min(0.05, max(8 * eps, 1e-4)) * (after - before).norm()
     return bool((part - after).norm() <= allowed)
 

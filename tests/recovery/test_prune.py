@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engines import difference
-from tests.models import llama, lora
+from tests.models import FAMILIES, llama, lora
 from tests.recovery.plans import differences
 from tests.recovery.pruning import Batch, PruningHost, batch
 
@@ -62,3 +62,106 @@ def test_p1_liveness_is_read_once_per_backward() -> None:
     host = _host(adapters=True)
     host.pruned_gradients(LAYOUTS["lengths"][0].loss)
     assert host.pruning.chain.reads == 1
+
+
+FAMILY_NAMES = ["qwen2", "phi3", "gemma3", "gpt_neox"]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("layout", ["lengths", "left padding"])
+def test_families(family: str, layout: str) -> None:
+    """Gemma-3 mixes sliding windows and full attention: two masks, each with borders of its own."""
+    sample, _ = LAYOUTS[layout]
+    host = PruningHost(lora(FAMILIES[family]()))
+    ours = host.pruned_gradients(sample.loss)
+    assert host.pruning.refused == {} and host.pruning.live_share is not None and host.pruning.live_share < 0.6
+    assert difference(host.gradients(sample.loss, None), ours) < 1e-6
+
+
+def test_left_padding_is_cut_off() -> None:
+    """Without borders the rows would start at their padding."""
+    sample, _ = LAYOUTS["left padding"]
+    host = _host(adapters=True)
+    host.pruned_gradients(sample.loss)
+    with_borders = host.pruning.live_share
+    everything = batch([64, 40, 0, 50], 64)
+    host.pruned_gradients(everything.loss)
+    assert with_borders is not None and host.pruning.live_share is not None
+    assert with_borders < host.pruning.live_share
+
+
+def test_segments_of_packed_rows() -> None:
+    """Two of three sequences in one row, told apart by their position ids, are dead or short."""
+    host = _host(adapters=True)
+    ids = torch.randint(3, 500, (1, 96), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(40), torch.arange(24), torch.arange(32)])[None]
+    weights = torch.zeros(1, 96)
+    weights[0, 3:20] = 1.0  # first sequence: short; second: dead; third: to its end
+    weights[0, 70:95] = -0.5
+
+    def loss(model: Any) -> torch.Tensor:
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float().log_softmax(-1)
+        return (logits[..., 7] * weights).sum() / 8
+
+    ours = host.pruned_gradients(loss)
+    plain = host.gradients(loss, None)
+    assert host.pruning.live_share == 2 * 32 / 96  # the two live ones, as one batch
+    assert difference(plain, ours) < 1e-6
+
+
+def test_eager_attention() -> None:
+    """Additive masks."""
+    sample, most = LAYOUTS["left padding"]
+    host = _host(adapters=True, attn_implementation="eager")
+    ours = host.pruned_gradients(sample.loss)
+    assert host.pruning.live_share is not None and host.pruning.live_share <= most
+    assert difference(host.gradients(sample.loss, None), ours) < 1e-6
+
+
+def test_left_padding_that_comes_later() -> None:
+    """Begins are cut from the second batch that has any: the first one lets the class show it."""
+    host = _host(adapters=True)
+    host.pruned_gradients(batch([64, 40, 0, 50], 64, left=[0, 0, 0, 0]).loss)
+    sample, most = LAYOUTS["left padding"]
+    shares = []
+    for _ in range(3):
+        ours = host.gradients(sample.loss, [])
+        shares.append(host.pruning.live_share)
+        host.pruning.clear()
+        assert difference(host.gradients(sample.loss, None), ours) < 1e-6
+    assert shares[0] > most >= shares[-1]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16 weights", "autocast"])
+def test_low_precision(dtype: torch.dtype) -> None:
+    """As near to float64 as the plain model is, give or take a half."""
+    sample, most = LAYOUTS["left padding"]
+
+    def loss(model: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+            return sample.loss(model)
+
+    host = PruningHost(lora(llama(LAYERS)).to(dtype))
+    ours, plain = host.pruned_gradients(loss), host.gradients(loss, None)
+    assert host.pruning.live_share is not None and host.pruning.live_share <= most
+    exact = PruningHost(lora(llama(LAYERS)).double()).gradients(sample.loss, None)
+    as_double = lambda found: {name: value.double() for name, value in found.items()}  # noqa: E731
+    assert difference(exact, as_double(ours)) < 1.5 * difference(exact, as_double(plain))
+
+
+def test_a_cast_without_grad_is_not_kept() -> None:
+    """Two forwards in one autocast: the first runs pruned, the second must still reach the weights."""
+    sample, _ = LAYOUTS["lengths"]
+    host = _host(adapters=False)
+
+    def loss(model: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            first = sample.loss(model)
+            model._set_gradient_checkpointing(enable=False)
+            return first + sample.loss(model)
+
+    host.pruned_gradients(loss)
+    ours = host.gradients(loss, [])
+    plain = host.gradients(loss, None)
+    for name, value in plain.items():
+        assert float((ours[name] - value).norm() / value.norm()) < 0.1, name
