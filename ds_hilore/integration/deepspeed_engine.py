@@ -30,6 +30,7 @@ from ds_hilore.integration.pipeline import (
     PipelineHost,
     is_pipeline,
     pipeline_facts,
+    pipeline_notes,
     pipeline_units,
     refuse_pipeline,
 )
@@ -146,6 +147,7 @@ def attach(
     pipeline = is_pipeline(engine.module)
     if pipeline:
         refuse_pipeline(engine)
+        notes = [*(notes or []), *pipeline_notes(engine.module, config.prune_zero_exposure)]
     units = units or (pipeline_units if pipeline else find_units)(engine.module, config.units)
     refuse_engine(engine, units.modules)
     plane = plane or _agreed_plane(engine.module, config, ds, units)
@@ -200,7 +202,8 @@ def _controller(
         scale=scale,
         # Under ZeRO-3 a function that is no leaf module gathers in its replay: all ranks must replay it (fact 16).
         replay_only=(lambda module: module not in known) if stage3 else (lambda module: False),
-        roles=decoder_layer_roles if config.prune_zero_exposure else None,
+        # A pruned replay knows one microbatch at a time.
+        roles=decoder_layer_roles if config.prune_zero_exposure and not is_pipeline(engine.module) else None,
     )
     return Controller(parts)
 

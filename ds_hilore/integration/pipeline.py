@@ -74,6 +74,16 @@ class LayerRange(nn.Module):
         return run(*inputs)
 
 
+def pipeline_notes(module: Any, prunes: bool) -> list[str]:
+    """What the user should know at start. `module` as it was given, `prunes`: the block asks for pruned replays."""
+    found = []
+    if module.activation_checkpoint_interval == 0:
+        found.append("activation_checkpoint_interval is 0: every layer with parameters is a unit of its own")
+    if prunes:
+        found.append("prune_zero_exposure is without effect in a pipeline")
+    return found
+
+
 def pipeline_units(module: Any, wanted: str | tuple[str, ...]) -> Units:
     """The units of this rank's stage, in forward order. An interval of 0 counts as 1.
 

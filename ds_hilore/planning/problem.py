@@ -11,6 +11,8 @@ and the conversion row does if anything is converted.
 #   M3 backward at u   base_backward + sum_{v<=u} held[v] + workspace_bytes[u] + sum_{v>=u} grad_bytes[v]
 #   M4 conversion      base_backward + sum_v held_converting[v] + conversion_bytes, if any unit is converted
 #   M5 host            sum_v host held[v], against `host_budget_bytes`
+# With n microbatches in flight (stages of a pipeline) M1 to M3 hold (n - 1) * sum_v held[v] more: what the others keep
+# under the same plan, between their forward and their backward. After forward that is part of the base.
 # M3: design's workspace[u, a] contains the unit's own state; `Variant.workspace_bytes` is what comes on top of the
 # unit's held bytes, so the sum runs to u itself.
 # M4: what is only dropped goes first, then one tensor after another is converted; so held_converting is the prepared
@@ -30,9 +32,10 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from ds_hilore.core.errors import PlanError, UsageError
+from ds_hilore.core.errors import PlanError
 from ds_hilore.core.types import Plan, Solver, UnitId, UnitProfile
-from ds_hilore.planning.options import REPLAY, Option, options_of, reweighted, validate_unit
+from ds_hilore.planning.options import REPLAY, Option, options_of, reweighted
+from ds_hilore.planning.validation import validate_facts, validate_problem
 
 #: Relative excess of the risk budget that is rounding, not risk: sums of floats against a fitted number.
 RISK_TOLERANCE = 1e-6
@@ -61,6 +64,7 @@ class Problem:
         base_loss_bytes: the same at the loss, its workspace (logits or chunks) included.
         conversion_bytes: transient of converting one tensor after forward.
         host_budget_bytes: host bytes for variants whose place is the host.
+        in_flight: microbatches whose state is held at once, this one included.
         risk_budget: B, share of the update's gradient norm; 0 means exact actions only.
         linear_risk: sum r_u <= B (the paper's mode) instead of sum r_u^2 <= B^2.
         exposures: E_u by unit, >= 0, default 1; infinite means never approximate this unit.
@@ -78,6 +82,7 @@ class Problem:
     base_backward_bytes: int = 0
     conversion_bytes: int = 0
     host_budget_bytes: int = 0
+    in_flight: int = 1
     risk_budget: float = 0.0
     linear_risk: bool = False
     exposures: Mapping[UnitId, float] = field(default_factory=dict)
@@ -85,7 +90,7 @@ class Problem:
     prepared: Mapping[UnitId, str] | None = None
 
     def __post_init__(self) -> None:
-        _validate(self)
+        validate_problem(self)
 
     @cached_property
     def options(self) -> tuple[tuple[Option, ...], ...]:
@@ -109,8 +114,12 @@ class Problem:
 
     def after_forward(self, prepared: Mapping[UnitId, str], exposures: Mapping[UnitId, float] | None = None) -> Problem:
         """Gives the second problem: the same rows and budgets, from q = `prepared` and true exposures."""
-        second = self._with({"prepared": prepared, "exposures": self.exposures if exposures is None else exposures})
-        vars(second).pop("options")
+        facts: dict[str, Any] = {"prepared": prepared, "exposures": self.exposures if exposures is None else exposures}
+        if self.in_flight > 1:
+            elsewhere = _held_elsewhere(self, pick(self, prepared))
+            facts |= {"in_flight": 1, "base_backward_bytes": self.base_backward_bytes + elsewhere}
+        second = self._with(facts)
+        vars(second).pop("options", None)
         second.options  # noqa: B018  (unknown names are found here)
         return second
 
@@ -145,7 +154,7 @@ class Problem:
         other = copy.copy(self)
         vars(other).update(facts)  # frozen for all others, but nobody has seen it yet
         vars(other).pop("risk_limit", None)
-        _validate_names(other)
+        validate_facts(other)
         return other
 
 
@@ -351,8 +360,9 @@ def _bytes_violation(peak: Peak, budget_bytes: int) -> Violation:
 def _device_peaks(problem: Problem, picked: Sequence[Option]) -> tuple[Peak, ...]:
     """The fullest moment of each row M1 to M4 that applies; the earliest unit of equally full ones."""
     peaks: list[Peak] = []
+    elsewhere = _held_elsewhere(problem, picked)
     if problem.prepared is None:
-        held = 0
+        held = elsewhere
         loads = []
         for option in picked:
             held += option.held_bytes
@@ -361,7 +371,7 @@ def _device_peaks(problem: Problem, picked: Sequence[Option]) -> tuple[Peak, ...
     elif any(option.converts for option in picked):
         held = sum(option.converting_bytes for option in picked)
         peaks.append(Peak(Row.CONVERSION, None, problem.base_backward_bytes + held + problem.conversion_bytes))
-    held = problem.base_backward_bytes + sum(unit.grad_bytes for unit in problem.units)
+    held = problem.base_backward_bytes + elsewhere + sum(unit.grad_bytes for unit in problem.units)
     loads = []
     for unit, option in zip(problem.units, picked):
         loads.append(held + option.own_backward_bytes)
@@ -370,30 +380,11 @@ def _device_peaks(problem: Problem, picked: Sequence[Option]) -> tuple[Peak, ...
     return tuple(peaks)
 
 
+def _held_elsewhere(problem: Problem, picked: Sequence[Option]) -> int:
+    """Bytes that the other microbatches in flight hold."""
+    return sum([option.held_bytes for option in picked]) * (problem.in_flight - 1) if problem.in_flight > 1 else 0
+
+
 def _fullest(row: Row, problem: Problem, loads: list[int]) -> Peak:
     most = max(loads)
     return Peak(row, problem.units[loads.index(most)].unit, most)
-
-
-def _validate(problem: Problem) -> None:
-    if not problem.units:
-        raise UsageError("a planning problem needs at least one unit")
-    if len({unit.unit for unit in problem.units}) < len(problem.units):
-        raise UsageError("a unit appears twice in a planning problem; calls of one module differ by `call`")
-    _validate_names(problem)
-    for unit in problem.units:
-        validate_unit(unit)
-    problem.options  # noqa: B018  (unknown names, and units without any option left, are found here)
-
-
-def _validate_names(problem: Problem) -> None:
-    for name in ("exposures", "allowed", "prepared"):
-        named = getattr(problem, name)
-        strangers = set(named).difference(unit.unit for unit in problem.units) if named else None
-        if strangers:
-            raise UsageError(f"{name} names units that are not in the problem: {sorted(map(str, strangers))}")
-    for unit_id, exposure in problem.exposures.items():
-        if not exposure >= 0:
-            raise UsageError(f"exposure of unit {unit_id} must be >= 0, got {exposure}")
-    if not 0 <= problem.risk_budget < math.inf:
-        raise UsageError(f"risk_budget must be finite and >= 0, got {problem.risk_budget}")

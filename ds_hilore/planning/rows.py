@@ -24,6 +24,8 @@ class Rows:
         self._risk_left: float | None = None  # not summed up since the last change
         count = len(self.picked)
         held = sum(option.held_bytes for option in self.picked)
+        self._others = problem.in_flight - 1
+        elsewhere = self._others * held
         self._loss_left = _UNBOUND
         self._forward_left = [_UNBOUND] * count
         # M2 implies M1 where encoding needs no more than the loss
@@ -32,13 +34,14 @@ class Rows:
             problem.prepared is None and problem.base_forward_bytes + encoding > problem.base_loss_bytes
         )
         if problem.prepared is None:
-            self._loss_left = problem.budget_bytes - problem.base_loss_bytes - held
+            self._loss_left = problem.budget_bytes - problem.base_loss_bytes - held - elsewhere
         if self._forward_counts:
-            left = problem.budget_bytes - problem.base_forward_bytes
+            left = problem.budget_bytes - problem.base_forward_bytes - elsewhere
             for position, option in enumerate(self.picked):
                 left -= option.held_bytes
                 self._forward_left[position] = left - option.forward_bytes
-        left = problem.budget_bytes - problem.base_backward_bytes - sum(unit.grad_bytes for unit in problem.units)
+        grads = sum(unit.grad_bytes for unit in problem.units)
+        left = problem.budget_bytes - problem.base_backward_bytes - elsewhere - grads
         self._backward_left = [0] * count
         for position, option in enumerate(self.picked):
             self._backward_left[position] = left - option.own_backward_bytes
@@ -67,15 +70,18 @@ class Rows:
         """Whether every row that holds now still holds when the unit at `position` becomes `option`."""
         now = self.picked[position]
         grown = option.held_bytes - now.held_bytes
-        if grown > self._loss_left or option.host_bytes - now.host_bytes > self._host_left:
+        elsewhere = self._others * grown
+        if grown + elsewhere > self._loss_left or option.host_bytes - now.host_bytes > self._host_left:
             return False
         if self._forward_counts and not self._forward_fits(position, option):
             return False
-        if option.own_backward_bytes - now.own_backward_bytes > self._backward_left[position]:
+        if option.own_backward_bytes - now.own_backward_bytes + elsewhere > self._backward_left[position]:
             return False
         later = position + 1
-        grown_backward = option.backward_held_bytes - now.backward_held_bytes
+        grown_backward = option.backward_held_bytes - now.backward_held_bytes + elsewhere
         if later < len(self.picked) and grown_backward > min(self._backward_left[later:]):
+            return False
+        if elsewhere and position and elsewhere > min(self._backward_left[:position]):
             return False
         if option.risk_cost > now.risk_cost and option.risk_cost - now.risk_cost > self.risk_left:
             return False
@@ -86,6 +92,8 @@ class Rows:
         now = self.picked[position]
         grown = option.held_bytes - now.held_bytes
         grown_backward = option.backward_held_bytes - now.backward_held_bytes
+        if self._others:
+            self._hold_elsewhere(self._others * grown)
         self._loss_left -= grown
         if self._forward_counts:
             self._forward_left[position:] = [left - grown for left in self._forward_left[position:]]
@@ -103,9 +111,19 @@ class Rows:
     def _forward_fits(self, position: int, option: Option) -> bool:
         now = self.picked[position]
         grown = option.held_bytes - now.held_bytes
+        elsewhere = self._others * grown
+        grown += elsewhere
         if grown + option.forward_bytes - now.forward_bytes > self._forward_left[position]:
             return False
+        if elsewhere > min(self._forward_left[:position], default=elsewhere):
+            return False
         return grown <= min(self._forward_left[position + 1 :], default=grown)
+
+    def _hold_elsewhere(self, grown: int) -> None:
+        """The other microbatches in flight hold that much more, whatever this one does."""
+        self._loss_left -= grown
+        self._forward_left = [left - grown for left in self._forward_left]
+        self._backward_left = [left - grown for left in self._backward_left]
 
     def _conversion_fits(self, now: Option, option: Option) -> bool:
         if self._conversions + option.converts - now.converts == 0:

@@ -76,9 +76,12 @@ def reduce_problem(problem: Problem) -> Reduced:
 def _linear_rows(problem: Problem) -> list[LinearRow]:
     """Rows M1, M2, M3 and M5 of problem.py, those first that tend to imply others."""
     options = problem.options
-    none: Coefficients = tuple((0,) * len(choices) for choices in options)
-    held: Coefficients = tuple(tuple(o.held_bytes for o in choices) for choices in options)
-    kept: Coefficients = tuple(tuple(o.backward_held_bytes for o in choices) for choices in options)
+    others = problem.in_flight - 1  # microbatches that hold all they keep meanwhile
+    none: Coefficients = tuple(tuple(others * o.held_bytes for o in choices) for choices in options)
+    held: Coefficients = tuple(tuple((1 + others) * o.held_bytes for o in choices) for choices in options)
+    kept: Coefficients = tuple(
+        tuple(o.backward_held_bytes + others * o.held_bytes for o in choices) for choices in options
+    )
     rows: list[LinearRow] = []
     if any(option.host_bytes for choices in options for option in choices):
         host = tuple(tuple(o.host_bytes for o in choices) for choices in options)
@@ -87,14 +90,14 @@ def _linear_rows(problem: Problem) -> list[LinearRow]:
         rows.append(LinearRow(Row.LOSS, None, held, problem.budget_bytes - problem.base_loss_bytes))
     grads = 0
     for here in reversed(range(len(options))):
-        own = tuple(option.own_backward_bytes for option in options[here])
+        own = tuple(option.own_backward_bytes + others * option.held_bytes for option in options[here])
         grads += problem.units[here].grad_bytes
         limit = problem.budget_bytes - problem.base_backward_bytes - grads
         rows.append(LinearRow(Row.BACKWARD, here, (*kept[:here], own, *none[here + 1 :]), limit))
     if problem.prepared is None:
         limit = problem.budget_bytes - problem.base_forward_bytes
         for here in reversed(range(len(options))):
-            own = tuple(option.held_bytes + option.forward_bytes for option in options[here])
+            own = tuple((1 + others) * option.held_bytes + option.forward_bytes for option in options[here])
             rows.append(LinearRow(Row.FORWARD, here, (*held[:here], own, *none[here + 1 :]), limit))
     return rows
 

@@ -52,16 +52,19 @@ class RankPlanner:
         self._problems: dict[tuple[int, Shape], Problem] = {}
         self._observed: list[BaseObservation] = []
         self._base = BaseBytes()
+        self._in_flight = 1
 
-    def calibrate(self, baseline: Baseline, profiles: dict[Shape, tuple[UnitProfile, ...]]) -> None:
+    def calibrate(self, baseline: Baseline, profiles: dict[Shape, tuple[UnitProfile, ...]], in_flight: int = 1) -> None:
         """Splits the measured peaks into the units' part, which plans change, and the rest, which stays.
 
         Args:
             baseline: peaks of an all-R update.
             profiles: of every shape in `baseline.phases`.
+            in_flight: microbatches whose state is held at once.
         """
+        self._in_flight = in_flight
         self.budget_bytes = self.budget.bytes_on(baseline.device_bytes, baseline.peak_bytes)
-        self._observed = [_observation(phase, profiles[phase.shape], {}) for phase in baseline.phases]
+        self._observed = [_observation(phase, profiles[phase.shape], {}, in_flight) for phase in baseline.phases]
         self._refit()
 
     def note_peaks(self, peaks: PhasePeaks, profiles: tuple[UnitProfile, ...], choice: Mapping[UnitId, str]) -> None:
@@ -71,7 +74,7 @@ class RankPlanner:
             profiles: for the shape of `peaks`.
             choice: the variants that ran.
         """
-        found = _observation(peaks, profiles, choice)
+        found = _observation(peaks, profiles, choice, self._in_flight)
         foreseen = self._base.at(peaks.shape)
         if any(seen > base + NOISE_BYTES for seen, base in zip((found.forward, found.loss, found.backward), foreseen)):
             self._observed = _most_telling([*self._observed, found])
@@ -113,7 +116,7 @@ class RankPlanner:
         self.infeasible = None
 
     def _first_plan(self, key: tuple[int, Shape], profiles: tuple[UnitProfile, ...]) -> Plan:
-        problem = self._problems[key] = _problem(profiles, self.budget_bytes, self._base.at(key[1]))
+        problem = self._problems[key] = _problem(profiles, self.budget_bytes, self._base.at(key[1]), self._in_flight)
         result = greedy(problem)
         if isinstance(result, Infeasible):
             if self.infeasible is None:
@@ -144,13 +147,15 @@ NOISE_BYTES = 1 << 20
 MAX_OBSERVED = 16
 
 
-def _observation(peaks: PhasePeaks, profiles: tuple[UnitProfile, ...], choice: Mapping[UnitId, str]) -> BaseObservation:
+def _observation(
+    peaks: PhasePeaks, profiles: tuple[UnitProfile, ...], choice: Mapping[UnitId, str], in_flight: int
+) -> BaseObservation:
     """The measured peaks without what the planner's rows say that the units need."""
-    rows = evaluate(_problem(profiles, 0, (0, 0, 0)), choice).peaks
+    rows = evaluate(_problem(profiles, 0, (0, 0, 0), in_flight), choice).peaks
     units = {peak.row: peak.bytes for peak in rows}
     return BaseObservation(
         peaks.shape.tokens,
-        peaks.floor,
+        max(0, peaks.floor - units[Row.LOSS] * (in_flight - 1) // in_flight),  # without what the others hold
         peaks.forward - units[Row.FORWARD],
         peaks.loss - units[Row.LOSS],
         peaks.backward - units[Row.BACKWARD],
@@ -206,8 +211,15 @@ class UniformPlan(Plan):
         return self.action
 
 
-def _problem(profiles: tuple[UnitProfile, ...], budget_bytes: int, base: tuple[int, int, int]) -> Problem:
+def _problem(
+    profiles: tuple[UnitProfile, ...], budget_bytes: int, base: tuple[int, int, int], in_flight: int
+) -> Problem:
     forward, loss, backward = base
     return Problem(
-        profiles, budget_bytes, base_forward_bytes=forward, base_loss_bytes=loss, base_backward_bytes=backward
+        profiles,
+        budget_bytes,
+        base_forward_bytes=forward,
+        base_loss_bytes=loss,
+        base_backward_bytes=backward,
+        in_flight=in_flight,
     )

@@ -339,7 +339,7 @@ class Controller:
     def _calibrate(self) -> None:
         baseline = self._baseline.result()
         profiles = {phase.shape: self.measurements.profiles(phase.shape) for phase in baseline.phases}
-        self.parts.planner.calibrate(baseline, profiles)
+        self.parts.planner.calibrate(baseline, profiles, self.in_flight)
         self.context.lean_replay = not loss_leads(baseline, profiles)
         self.stage = Stage.PLANNED
 

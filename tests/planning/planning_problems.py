@@ -114,6 +114,7 @@ def random_problem(seed: int, max_units: int = 8, max_choices: int = 1500) -> Pr
         conversion_bytes=rng.randint(0, 20),
         host_budget_bytes=rng.choice((0, 60, 200)),
         risk_budget=rng.choice((0.0, 0.01, 0.03, 1.0)),
+        in_flight=1 if seed % 3 else rng.choice((2, 4)),
         linear_risk=rng.random() < 0.3,
         exposures={units[0].unit: rng.choice((0.0, 0.5, 3.0, float("inf")))} if rng.random() < 0.3 else {},
     )

@@ -61,7 +61,7 @@ def test_every_point_holds_and_keeps_its_promise(name: str, seed: int) -> None:
         assert row.plan.risk <= row.reach * (1 + 1e-6)
         assert row.points[0].risk == 0
         for point, places in zip(row.points, row.places):
-            second = replace(problem, prepared=dict(row.plan.choice), risk_budget=point.risk)
+            second = replace(problem.after_forward(dict(row.plan.choice)), risk_budget=point.risk)
             evaluation = check(second, point)
             assert (evaluation.saved_seconds, evaluation.risk) == (point.saved_seconds, point.risk)
             assert evaluation.peak_bytes == point.peak_bytes <= problem.budget_bytes

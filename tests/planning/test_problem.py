@@ -59,6 +59,25 @@ def test_rows_before_forward(
     assert peak(problem, names, Row.BACKWARD) == (backward[0], unit_id(backward[1]))
 
 
+@pytest.mark.parametrize("names", ["RRR", "HHH", "RRH", "HRR", "HHL"])
+def test_microbatches_in_flight_hold_all_they_keep_in_every_row(problem: Problem, names: str) -> None:
+    held = sum({"R": 1, "H": 10, "L": 4}[name] for name in names)
+    three = replace(problem, in_flight=3)
+    for row in (Row.FORWARD, Row.LOSS, Row.BACKWARD):
+        alone, where = peak(problem, names, row)
+        assert peak(three, names, row) == (alone + 2 * held, where)
+
+
+def test_after_forward_what_others_hold_is_part_of_the_base(problem: Problem) -> None:
+    prepared = chosen("HLR")
+    second = replace(problem, in_flight=3).after_forward(prepared)
+    assert (second.in_flight, second.base_backward_bytes) == (1, 101 + 2 * (10 + 4 + 1))
+    # whatever becomes of this microbatch, the others keep what they were prepared with
+    alone = problem.after_forward(prepared)
+    for names in ("HLR", "RRR"):
+        assert peak(second, names, Row.BACKWARD)[0] == peak(alone, names, Row.BACKWARD)[0] + 30
+
+
 def test_compressed_is_charged_the_replay_that_risk_may_force(problem: Problem) -> None:
     units = tuple(replace(u, variants=(compressed(held=2, workspace=0), replayed(4, 40))) for u in problem.units)
     reserved = replace(problem, units=units)
@@ -181,6 +200,8 @@ def test_a_plan_says_what_it_promises(problem: Problem) -> None:
         ({"allowed": {unit_id(0): ("Q",)}}, "no variants"),
         ({"allowed": {unit_id(0): ()}}, "no variant left"),
         ({"prepared": chosen("XRR")}, "no variants"),
+        ({"in_flight": 0}, "in_flight = 0"),
+        ({"in_flight": 2, "prepared": chosen("RRR")}, "after forward 1"),
         ({"allowed": {unit_id(0): ("H",)}, "prepared": chosen("RRR")}, "no variant left"),
     ],
 )

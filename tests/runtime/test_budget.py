@@ -128,6 +128,27 @@ def test_plans_keep_to_the_budget(case: tuple[tuple[UnitProfile, ...], Baseline]
     assert made.infeasible is None  # "1.0x" and more always holds all-R
 
 
+@given(measured(), st.integers(2, 4), st.floats(1.0, 3.0))
+@settings(max_examples=100, deadline=None)
+def test_with_several_microbatches_in_flight(
+    case: tuple[tuple[UnitProfile, ...], Baseline], in_flight: int, factor: float
+) -> None:
+    """The peaks hold the inputs of all of them, so that the rest is what it is with one."""
+    units, alone = case
+    (phase,) = alone.phases
+    more = (in_flight - 1) * sum(u.variant("R").held_bytes for u in units)
+    phases = (PhasePeaks(TEN, phase.forward + more, phase.loss + more, phase.backward + more),)
+    baseline = Baseline(alone.peak_bytes + more, phases, 10**9)
+    made = planner(multiple(factor))
+    made.calibrate(baseline, {TEN: units}, in_flight)
+    plan = made.plan_for(TEN, units)
+    problem = made.problem_for(TEN)
+    assert problem is not None and problem.in_flight == in_flight
+    assert plan.peak_bytes <= made.budget_bytes and made.infeasible is None
+    peaks = {peak.row.value: peak.bytes for peak in evaluate(problem, {}).peaks}
+    assert peaks == {row: getattr(phases[0], row) for row in ("forward", "loss", "backward")}
+
+
 def layers(count: int, inputs: int, state: int) -> tuple[UnitProfile, ...]:
     variants = (
         Variant("R", Action.RECOMPUTE, inputs, workspace_bytes=state),
@@ -164,6 +185,19 @@ def test_layers_stored_by_hand() -> None:
     # Loss row: 900 + 90 k for k stored layers. Backward row: 830 stay, all inputs are 80, and where the last k layers
     # are stored the last one's backward begins with 910 + 90 k; all-R needs a workspace of 90 in the place of one.
     assert counts == [1, 1, 2, 7, 8]
+
+
+def test_layers_stored_by_hand_with_three_in_flight() -> None:
+    units = layers(8, inputs=10, state=90)
+    baseline = Baseline(1000, (PhasePeaks(TEN, 900, 900, 1000),), 10**9)
+    counts = []
+    for budget in (1179, 1180, 1449, 1450, 3069, 3070):
+        made = planner(MemoryBudget(BudgetKind.BYTES, budget))
+        made.calibrate(baseline, {TEN: units}, in_flight=3)
+        counts.append(made.plan_for(TEN, units).count(Action.STORE))
+    # Of the 1000 bytes in backward 3 * 80 are inputs and 90 a workspace: 670 stay. Where the last k layers are stored,
+    # the last one's backward begins with 670 + 3 * (80 + 90 k).
+    assert counts == [0, 1, 1, 2, 7, 8]
 
 
 def test_all_phases_of_the_baseline_are_kept_to() -> None:
