@@ -1,0 +1,1 @@
+"""bfloat16 codes of float32 state."""

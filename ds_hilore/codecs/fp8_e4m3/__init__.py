@@ -1,0 +1,1 @@
+"""Eight-bit floats, scaled per group or unscaled."""

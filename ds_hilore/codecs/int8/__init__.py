@@ -1,0 +1,1 @@
+"""Eight-bit integers with one scale per group."""
