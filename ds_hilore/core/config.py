@@ -64,7 +64,6 @@ _LATER: Mapping[str, tuple[tuple[Any, ...], str, str]] = {
     "max_gradient_error": ((0.0,), "compression", "0 (exact actions only)"),
     "mode": ((Mode.UPDATE_AWARE, Mode.EXACT), "compression", '"update_aware" or "exact"'),
     "codecs": (((),), "compression", "[]"),
-    "profile.path": ((None,), "compression", "null"),
     "profile.calibration_microbatches": ((0,), "compression", "0"),
     "profile.audit_interval": ((0,), "compression", "0"),
     "selfcheck.updates": ((0,), "the self-check", "0"),
@@ -133,11 +132,17 @@ class PlannerConfig(Block):
 
 
 class ProfileConfig(Block):
-    """Stored profiles and calibration of gradient error. Comes with compression."""
+    """Stored profiles, and calibration of gradient error, which comes with compression."""
 
     where: ClassVar[str] = f"{BLOCK}.profile"
 
-    path: str | None = Field(default=None, description="File of the stored profile. Comes with compression.")
+    path: str | None = Field(
+        default=None,
+        strict=True,
+        max_length=4096,
+        description="Folder for the measured bytes and seconds of the units, so that the next run of the same setting "
+        'need not measure: "auto" (ds_hilore/profiles in the user\'s cache), a folder, or null for none.',
+    )
     calibration_microbatches: int = Field(
         default=0, strict=True, description="Microbatches of calibration. 0 until then."
     )
@@ -145,7 +150,14 @@ class ProfileConfig(Block):
         default=0, strict=True, description="Updates between two audits of the error. 0 until then."
     )
 
-    @field_validator("path", "calibration_microbatches", "audit_interval")
+    @field_validator("path")
+    @classmethod
+    def _is_a_path(cls, value: str | None) -> str | None:
+        if value is not None and (not value.strip() or "\0" in value):
+            raise ValueError('allowed: "auto", a folder, or null for none')
+        return value
+
+    @field_validator("calibration_microbatches", "audit_interval")
     @classmethod
     def _later(cls, value: Any, info: ValidationInfo) -> Any:
         return _refuse_until_later(f"profile.{info.field_name}", value)

@@ -78,9 +78,16 @@ class Observation(NamedTuple):
         return cls(float(tokens), float(tokens * max(1, shape.length)), float(value))
 
 
+def proportions(rate: Rate) -> Rate:
+    """The rate with coefficients that sum to 1, for fits, to which its scale means nothing."""
+    total = rate.at(1.0, 1.0)
+    return rate.times(1.0 / total) if 1e-100 < total < 1e100 else BY_TOKEN
+
+
 def whole(value: float) -> int:
-    """The least whole number that is not below `value`, but for the rounding of floats (1e-9)."""
-    return math.ceil(value / (1.0 + 1e-9))
+    """The least whole number that is not below `value`, but for the rounding of floats."""
+    nearest = round(value)
+    return nearest if abs(value - nearest) <= min(1e-9 * value, 0.01) else math.ceil(value)
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -97,7 +104,7 @@ class BytesFit:
     TRUST = 1e-8  # bytes are not noisy: the prior decides only what the data leave open
 
     def __init__(self, prior: Rate = BY_TOKEN) -> None:
-        self.prior = prior
+        self.prior = proportions(prior)
         self.count = 0
         self.floor = Rate()
         self._points: dict[tuple[float, float], float] = {}
@@ -174,7 +181,7 @@ class SecondsFit:
     UNKNOWN_NOISE = 0.1  # relative noise of an observation until groups tell
 
     def __init__(self, prior: Rate = BY_TOKEN) -> None:
-        self.prior = prior if prior.at(1, 1) > 0 else BY_TOKEN
+        self.prior = proportions(prior)
         self.count = 0
         self._groups: dict[tuple[int, int], deque[Observation]] = {}
         self._solved: tuple[Rate, float] | None = None  # rate and spread
@@ -228,8 +235,9 @@ class SecondsFit:
         self._groups.clear()
         self._solved = None
         for observation in observations:
-            self._put(observation)
-        self.count = count
+            if observation.value > 0:
+                self._put(observation)
+        self.count = count if self._groups else 0
 
     def _solution(self) -> tuple[Rate, float]:
         # Solved anew for a new group of shapes, else when an eighth more was seen: seldom, and ever more seldom.
@@ -284,6 +292,7 @@ def solve(points: Sequence[tuple[Observation, float]], prior: Rate, trust: float
 
     Args:
         points: observations with weights.
+        prior: `proportions`.
         trust: weight of the prior's proportions (F3).
         robust: errors beyond this relative size count by their absolute value instead of their square.
     """
@@ -316,8 +325,6 @@ class _Frame:
         seen = [point for point, _ in points]
         tokens = sum(p.tokens for p in seen) / len(seen)
         length = sum(p.token_lengths for p in seen) / sum(p.tokens for p in seen)
-        if prior.at(tokens, tokens * length) <= 0:
-            prior = BY_TOKEN
         ratios = sorted(p.value / prior.at(p.tokens, p.token_lengths) for p in seen if p.value > 0)
         scaled = prior.times(ratios[(len(ratios) - 1) // 2])
         value = scaled.at(tokens, tokens * length) / tokens

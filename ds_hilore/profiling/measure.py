@@ -178,6 +178,13 @@ class Measurements:
             if footprint.stored_bytes is not None:
                 fits.state.note(shape, footprint.stored_bytes - footprint.input_bytes)
 
+    def expect(self, units: list[tuple[UnitId, str, Relation]]) -> None:
+        """The units that will run, as a stored profile knows them; the first noted forward takes their place."""
+        self.roster = [(unit, unit_class) for unit, unit_class, _ in units]
+        self.relations = {unit: relation for unit, _, relation in units}
+        self._class_of.update(self.roster)
+        self._profiles.clear()
+
     def fits_of(self, unit_class: str) -> ClassFits:
         """The fits of a class, made at its first sight."""
         fits = self.classes.get(unit_class)

@@ -48,7 +48,7 @@ def test_a_full_block_is_read() -> None:
             "codecs": [],
             "planner": {"solver": "cbc", "time_limit_s": 3, "relative_gap": 0},
             "prune_zero_exposure": True,
-            "profile": {"path": None, "calibration_microbatches": 0, "audit_interval": 0},
+            "profile": {"path": "profiles", "calibration_microbatches": 0, "audit_interval": 0},
             "selfcheck": {"updates": 0},
             "report": {"path": None},
         }
@@ -56,6 +56,7 @@ def test_a_full_block_is_read() -> None:
     assert isinstance(config.memory_budget, RankBudgets)
     assert config.memory_budget.for_rank(1, 2).value == 2 << 30
     assert config.units == ("LlamaDecoderLayer", "model.layers.*")
+    assert config.profile.path == "profiles"
     assert config.mode is Mode.EXACT and config.planner.solver is Solver.CBC
 
 
@@ -118,7 +119,9 @@ WRONG: list[tuple[Any, tuple[str, ...]]] = [
     ({"planner": {"relative_gap": 1}}, ("hilore.planner.relative_gap = 1", "less than 1")),
     ({"planner": {"relative_gap": float("nan")}}, ("hilore.planner.relative_gap = nan", "finite")),
     ({"prune_zero_exposure": 1}, ("hilore.prune_zero_exposure = 1", "boolean")),
-    ({"profile": {"path": "auto"}}, ("hilore.profile.path = 'auto'", "compression", "null")),
+    ({"profile": {"path": " "}}, ("hilore.profile.path = ' '", '"auto"', "null")),
+    ({"profile": {"path": "a\0b"}}, ("hilore.profile.path = 'a\\x00b'", "folder")),
+    ({"profile": {"path": 7}}, ("hilore.profile.path = 7", "string")),
     ({"profile": {"audit_interval": 200}}, ("hilore.profile.audit_interval = 200", "compression", "0")),
     ({"selfcheck": {"updates": 2}}, ("hilore.selfcheck.updates = 2", "self-check", "0")),
     ({"report": {"path": "report.json"}}, ("hilore.report.path = 'report.json'", "report", "null")),

@@ -1,0 +1,161 @@
+"""The profile on disk: read again by the next run of the same setting, so that it need not measure.
+
+JSON, one file per model, trained set and class of ranks, in a folder. A file is an input like any other: it may be
+stale, damaged, cut short, someone else's, or made to do harm. So it is read with a limit on its size, only if it is a
+plain file of this user's, checked field by field (layout.py), and compared with the fingerprint of the run. Whatever
+does not fit is `Refused` with a reason, said in one log line, and the profile is measured anew; no error leaves this
+module, neither on reading nor on writing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ds_hilore.profiling.layout import Fingerprint, StoredBaseline, StoredProfile, plain
+from ds_hilore.profiling.measure import Measurements
+
+_log = logging.getLogger(__name__)
+
+#: Larger files are not read: a profile of 1,000 units and 20 classes takes a few hundred kilobytes.
+MAX_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a stored profile is not used, or could not be written."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+def folder_of(path: str | None) -> Path | None:
+    """The folder that the config's `profile.path` means; None: nothing is stored."""
+    if path is None:
+        return None
+    if path != "auto":
+        return Path(os.path.expanduser(path))
+    cache = os.environ.get("XDG_CACHE_HOME")
+    home = os.path.expanduser("~")
+    if not cache and home == "~":
+        return None
+    return Path(cache or os.path.join(home, ".cache")) / "ds_hilore" / "profiles"
+
+
+class ProfileStore:
+    """Reads and writes the profile of one class of ranks.
+
+    Args:
+        path: the config's `profile.path`: "auto" (the user's cache), a folder, or None for none.
+        fingerprint: of this run.
+        rank_class: ranks that measure the same share a file: all of one device, or those of one pipeline stage.
+    """
+
+    def __init__(self, path: str | None, fingerprint: Fingerprint, rank_class: str = "all") -> None:
+        self.fingerprint = fingerprint
+        folder = folder_of(path)
+        parts = (fingerprint.model, fingerprint.trained, rank_class)
+        self.path = None if folder is None else folder / f"{'-'.join(_safe(part) for part in parts)}.json"
+
+    def load(self) -> StoredProfile | Refused | None:
+        """The stored profile of this setting; None where there is no file. Never raises."""
+        if self.path is None:
+            return None
+        found = self._read(self.path)
+        if isinstance(found, Refused):
+            _log.warning("hilore: the stored profile is not used, units are measured anew: %s", found)
+        return found
+
+    def _read(self, path: Path) -> StoredProfile | Refused | None:
+        try:
+            text = _content(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            return Refused(path, f"cannot be read ({getattr(error, 'strerror', None) or error})")
+        if isinstance(text, Refused):
+            return text
+        try:
+            profile = StoredProfile.model_validate_json(text)
+        except ValidationError as error:
+            return Refused(path, _first(error))
+        except (ValueError, RecursionError, MemoryError) as error:
+            return Refused(path, f"is no profile ({type(error).__name__})")
+        different = self.fingerprint.differences(profile.fingerprint.read())
+        return Refused(path, f"is of another setting; {'; '.join(different)}") if different else profile
+
+    def restore(self, measurements: Measurements) -> StoredProfile | Refused | None:
+        """As `load`, and puts what is there into measurements that have seen nothing yet."""
+        found = self.load()
+        if isinstance(found, StoredProfile):
+            found.into(measurements)
+            _log.info("hilore: units as measured before: %s", self.path)
+        return found
+
+    def save(self, measurements: Measurements, baseline: StoredBaseline | None = None) -> Refused | None:
+        """Writes what was measured in the place of the old file, whole or not at all. Never raises; None: written."""
+        if self.path is None:
+            return None
+        try:
+            profile = StoredProfile.of(measurements, self.fingerprint, baseline)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _write(self.path, profile.model_dump_json().encode())
+        except (OSError, ValueError) as error:
+            refused = Refused(self.path, f"cannot be written ({getattr(error, 'strerror', None) or error})")
+            _log.warning("hilore: the profile is not stored, the next run measures anew: %s", refused)
+            return refused
+        return None
+
+
+def _content(path: Path) -> bytes | Refused:
+    """A plain file of this user's, whole. Neither links nor devices nor pipes, which could hold a reader up."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(path, flags)
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            return Refused(path, "is no plain file")
+        if hasattr(os, "getuid") and facts.st_uid not in (os.getuid(), 0):
+            return Refused(path, "belongs to another user")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(MAX_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    return content if len(content) <= MAX_BYTES else Refused(path, f"has more than {MAX_BYTES} bytes")
+
+
+def _write(path: Path, content: bytes) -> None:
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.stem[:60]}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _safe(text: str) -> str:
+    """A part of a file name: letters, digits, dots and underscores, and never a way out of the folder."""
+    return re.sub(r"[^A-Za-z0-9._]", "_", text).strip(".")[:48] or "none"
+
+
+def _first(error: ValidationError) -> str:
+    """Where the file is wrong, in one line of a log that the file cannot write into."""
+    item = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in item["loc"][:8])
+    return f"is damaged or of another version ({plain(where or 'the whole file')}: {plain(item['msg'])})"
