@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ds_hilore.core.budget import RankBudgets, parse_budget
+from tests.integration import pipelines
 from tests.models import VOCAB, batch, llama, lora, plain_loss
 from tests.ranks import ROOT, RankPool, run_ranks
 
@@ -20,13 +21,14 @@ CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.json"))
 #: JSONs with "auto" values, by what fills them.
 BY_TRAINER = [name for name in CONFIGS if name.startswith("trainer_")]
 BY_TRL = [name for name in CONFIGS if name.startswith("trl_")]
-FOR_ENGINES = [name for name in CONFIGS if name not in (*BY_TRAINER, *BY_TRL)]
+FOR_PIPELINES = [name for name in CONFIGS if name.startswith("pipeline_")]
+FOR_ENGINES = [name for name in CONFIGS if name not in (*BY_TRAINER, *BY_TRL, *FOR_PIPELINES)]
 
 
 def test_only_those_of_trainers_leave_values_open() -> None:
-    assert BY_TRAINER and BY_TRL and FOR_ENGINES
+    assert BY_TRAINER and BY_TRL and FOR_ENGINES and FOR_PIPELINES
     for name, path in CONFIGS.items():
-        assert ('"auto"' in path.read_text(encoding="utf-8")) == (name not in FOR_ENGINES)
+        assert ('"auto"' in path.read_text(encoding="utf-8")) == (name in (*BY_TRAINER, *BY_TRL))
 
 
 def given_budget(name: str, rank: int) -> Any:
@@ -71,6 +73,33 @@ def test_engine(ranks: RankPool, name: str) -> None:
         assert all(math.isfinite(loss) for loss in seen["losses"]) and len(seen["losses"]) == 4
         assert seen["stage"] == ds["zero_optimization"]["stage"]
         assert (seen["units"], seen["measured"], seen["moved"]) == (3, "measure_h", True)
+        assert seen["budget"] == given_budget(name, rank)
+
+
+def run_pipeline(name: str) -> dict[str, Any]:
+    """Two updates of a pipeline of two stages."""
+    module = pipelines.build(2)
+    engine = pipelines.start(module, json.loads(CONFIGS[name].read_text(encoding="utf-8")))
+    rows = engine.train_micro_batch_size_per_gpu()
+    losses = [pipelines.update(engine, number, rows=rows)[1] for number in range(2)]
+    return {
+        "losses": losses,
+        "stage": engine.zero_optimization_stage(),
+        "measured": engine.hilore.stage.value,
+        "units": len(engine.hilore.microbatch.ran),
+        "microbatches": engine.micro_batches,
+        "budget": engine.hilore.parts.planner.budget.as_json(),
+    }
+
+
+@pytest.mark.parametrize("name", FOR_PIPELINES)
+def test_pipeline(ranks: RankPool, name: str) -> None:
+    ds = json.loads(CONFIGS[name].read_text(encoding="utf-8"))
+    for rank, seen in enumerate(ranks.run(f"{HERE}:run_pipeline", name=name)):
+        assert all(math.isfinite(loss) for loss in seen["losses"])
+        assert seen["stage"] == ds["zero_optimization"]["stage"]
+        assert (seen["measured"], seen["microbatches"]) == ("measure_h", ds["gradient_accumulation_steps"])
+        assert seen["units"] == (4 if rank == 0 else 2)  # the embedding is one, the tied head is no module of its stage
         assert seen["budget"] == given_budget(name, rank)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import ds_hilore
 from ds_hilore.core.errors import UnsupportedError, UsageError
 from ds_hilore.core.types import Action, UnitId
-from ds_hilore.runtime.budget import all_units
+from ds_hilore.runtime.budget import all_units, shape_class
 from tests.engines import difference
 from tests.integration import pipelines
 from tests.ranks import RankPool
@@ -106,6 +106,45 @@ def test_two_stages_on_two_replicas(four: RankPool) -> None:
     for seen in answers:
         check(seen, 3)
     assert {(seen["stage"], seen["replica"]) for seen in answers} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+# ------------------------------------------------------------------------------------------ measured plans
+
+
+def planned(updates: int) -> dict[str, Any]:
+    """Nothing is forced. The first stage has little memory to spare, the second has plenty."""
+    ds = pipelines.settings(rows=8)
+    plain = pipelines.start(pipelines.build(2, blocks=6), ds)
+    block = {"hilore": {"memory_budget": ["1.01x", "1000x"]}}
+    ours = pipelines.start(pipelines.build(2, blocks=6, interval=1), ds | block)
+    errors, stages = [], []
+    for number in range(updates):
+        shape = {"rows": 8, "tokens": 256}  # activations must outweigh the noise of a process's resident size
+        expected, _ = pipelines.update(plain, number, **shape)
+        found, _ = pipelines.update(ours, number, **shape)
+        errors.append(difference(found, expected))
+        stages.append(ours.hilore.stage.value)
+        ours.hilore.parts.planner.wait(20)
+    controller = ours.hilore
+    problem = controller.parts.planner.problem_for(shape_class(controller.microbatch.shape))
+    return pipelines.facts(ours) | {
+        "errors": errors,
+        "stages": stages,
+        "actions": [action.letter for action in controller.microbatch.ran.values()],
+        "peak and budget": (controller.plan.peak_bytes, controller.budget_bytes),
+        "in_flight": problem.in_flight,
+    }
+
+
+def test_stages_measure_and_plan_for_themselves(ranks: RankPool) -> None:
+    first, last = ranks.run(f"{HERE}:planned", updates=6)
+    for seen in (first, last):
+        assert max(seen["errors"]) < 1e-6
+        assert seen["stages"] == ["measure_r", "measure_h", *["planned"] * 4]
+        peak, budget = seen["peak and budget"]
+        assert 0 < peak <= budget
+    assert (first["in_flight"], last["in_flight"]) == (2, 1)
+    assert set(last["actions"]) == {"H"} and "R" in first["actions"]
 
 
 # ------------------------------------------------------------------------------------------ what else an engine does
