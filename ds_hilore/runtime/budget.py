@@ -12,9 +12,10 @@ from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Action, Plan, Shape, Solver, UnitId, UnitProfile
 from ds_hilore.memory.base import BaseBytes, BaseObservation
 from ds_hilore.planning.background import BackgroundPlanner
-from ds_hilore.planning.greedy import greedy
+from ds_hilore.planning.frontier import Frontier, first_frontier, gap
 from ds_hilore.planning.problem import Infeasible, Problem, Row, evaluate
-from ds_hilore.planning.program import SolverLimits, solve
+from ds_hilore.planning.program import SolverLimits
+from ds_hilore.planning.refine import refine_apart
 
 _log = logging.getLogger(__name__)
 
@@ -46,10 +47,13 @@ class RankPlanner:
         self.budget = budget
         self.budget_bytes = 0
         self.infeasible: Infeasible | None = None
-        self._background = None if solver is Solver.GREEDY else BackgroundPlanner(partial(solve, limits=limits))
+        self._background: BackgroundPlanner[Frontier, Frontier] | None = None
+        if solver is not Solver.GREEDY:
+            self._background = BackgroundPlanner(partial(refine_apart, limits=limits))
         self._calibrations = 0
-        self._plans: dict[tuple[int, Shape], Plan] = {}  # by budget and shape class
-        self._problems: dict[tuple[int, Shape], Problem] = {}
+        self._relative_gap = limits.relative_gap
+        self._problems: dict[tuple[int, Shape], Problem] = {}  # by budget and shape class
+        self._frontiers: dict[tuple[int, Shape], Frontier | Plan] = {}  # a plan where nothing fits
         self._observed: list[BaseObservation] = []
         self._base = BaseBytes()
         self._in_flight = 1
@@ -84,25 +88,50 @@ class RankPlanner:
         """Plans made so far are out of date."""
         self._base = BaseBytes.fit(self._observed)
         self._calibrations += 1
-        self._plans.clear()
         self._problems.clear()
+        self._frontiers.clear()
         self.infeasible = None
 
     def plan_for(self, shape: Shape, profiles: tuple[UnitProfile, ...]) -> Plan:
-        """The best plan known for a microbatch of this shape class; profiles are those of the same class.
+        """What to prepare in a microbatch of this shape class; profiles are those of the same class.
 
-        Never waits: the first answer is greedy's, a solved one takes its place when it is ready. Where not even all-R
+        Never waits: the first answer is greedy's, a refined one takes its place when it is ready. Where not even all-R
         fits, all-R is the plan (nothing needs less) and `infeasible` says what is missing.
         """
+        found = self._frontier(shape, profiles)
+        return found if isinstance(found, Plan) else found.prepare(EXACT).plan
+
+    def decide(self, shape: Shape, profiles: tuple[UnitProfile, ...], plan: Plan, excess_bytes: int) -> Plan:
+        """The final plan from what `plan_for` prepared, where the device holds more than was foreseen.
+
+        Args:
+            excess_bytes: what it holds more, at the start of backward.
+
+        Returns:
+            The plan itself where it still fits; else one with units replayed, as many as it takes (all, if need be).
+        """
+        found = self._frontier(shape, profiles)
+        if excess_bytes <= 0 or isinstance(found, Plan):
+            return plan
+        row = found.prepare(EXACT)
+        if row.plan.choice != plan.choice:  # refined since it was prepared
+            return plan
+        base = found.problem.base_backward_bytes + excess_bytes
+        decided = row.decide_in(row.problem.now(base_backward_bytes=base))
+        if isinstance(decided, Infeasible):
+            return all_units([profile.unit for profile in profiles], Action.RECOMPUTE)
+        return decided
+
+    def _frontier(self, shape: Shape, profiles: tuple[UnitProfile, ...]) -> Frontier | Plan:
         key = (self.budget_bytes, shape)
         if self._background is not None:
-            solved = self._background.best((self._calibrations, *key))
-            if solved is not None:
-                return solved
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._first_plan(key, profiles)
-        return plan
+            refined = self._background.best((self._calibrations, *key))
+            if refined is not None:
+                return refined
+        found = self._frontiers.get(key)
+        if found is None:
+            found = self._frontiers[key] = self._first_frontier(key, profiles)
+        return found
 
     def set_budget(self, budget_bytes: int) -> None:
         """Plans from now on are for this many bytes. Those of other budgets are kept for when one comes back.
@@ -115,18 +144,20 @@ class RankPlanner:
         self.budget_bytes = budget_bytes
         self.infeasible = None
 
-    def _first_plan(self, key: tuple[int, Shape], profiles: tuple[UnitProfile, ...]) -> Plan:
-        problem = self._problems[key] = _problem(profiles, self.budget_bytes, self._base.at(key[1]), self._in_flight)
-        result = greedy(problem)
-        if isinstance(result, Infeasible):
+    def _first_frontier(self, key: tuple[int, Shape], profiles: tuple[UnitProfile, ...]) -> Frontier | Plan:
+        problem = _problem(profiles, self.budget_bytes, self._base.at(key[1]), self._in_flight)
+        self._problems[key] = problem
+        found = first_frontier(problem)
+        if isinstance(found, Infeasible):
             if self.infeasible is None:
-                _log.warning("hilore: %s; every unit is replayed", result)
-            self.infeasible = result
+                _log.warning("hilore: %s; every unit is replayed", found)
+            self.infeasible = found
             replayed = all_units([profile.unit for profile in profiles], Action.RECOMPUTE)
             return replace(replayed, peak_bytes=evaluate(problem, replayed.choice).peak_bytes)
-        if self._background is not None:
-            self._background.submit((self._calibrations, *key), problem)
-        return result
+        plans = [plan for row in found.rows for plan in (row.plan, *row.points)]
+        if self._background is not None and any(gap(plan) > self._relative_gap for plan in plans):
+            self._background.submit((self._calibrations, *key), found)
+        return found
 
     def problem_for(self, shape: Shape) -> Problem | None:
         """The problem behind the plans of a shape class, for reports and tests."""
@@ -141,6 +172,8 @@ class RankPlanner:
             self._background.close(timeout_s=0.1)
 
 
+#: B / E where no unit is approximate.
+EXACT = 0.0
 #: Peaks that differ by less are the same: pages, the allocator's rounding, what the interpreter holds.
 NOISE_BYTES = 1 << 20
 #: Observations that a base is fitted to.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from ds_hilore.core.budget import BudgetKind, MemoryBudget
 from ds_hilore.core.types import Action, Shape, Solver, UnitId, UnitProfile, Variant
+from ds_hilore.planning.background import BackgroundPlanner
+from ds_hilore.planning.frontier import gap
 from ds_hilore.planning.problem import evaluate
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.runtime.budget import (
@@ -252,20 +255,54 @@ def test_shares_of_the_device() -> None:
     assert made.budget_bytes == 500_000
 
 
-def test_a_solved_plan_takes_the_place_of_the_first_one() -> None:
-    units = profile_of(1)
-    baseline = Baseline(1000, (PhasePeaks(TEN, 900, 900, 1000),), 10**9)
-    made = planner(multiple(1.0), Solver.HIGHS)
+def knapsack() -> tuple[UnitProfile, ...]:
+    """Units of which greedy takes the densest, and the best plan the two others."""
+    return tuple(
+        UnitProfile(
+            UnitId(name),
+            name,
+            (Variant("R", Action.RECOMPUTE, 0), Variant("H", Action.STORE, state, saved_seconds=seconds)),
+        )
+        for name, state, seconds in (("a", 60, 7.0), ("b", 50, 5.0), ("c", 50, 5.0))
+    )
+
+
+def test_a_refined_plan_takes_the_place_of_the_first_one() -> None:
+    units = knapsack()
+    baseline = Baseline(900, (PhasePeaks(TEN, 900, 900, 900),), 10**9)
+    made = planner(MemoryBudget(BudgetKind.BYTES, 1000), Solver.HIGHS)
     made.calibrate(baseline, {TEN: units})
     first = made.plan_for(TEN, units)
-    assert first.solver is Solver.GREEDY
     assert made.wait(60)
-    solved = made.plan_for(TEN, units)
-    assert solved.solver is Solver.HIGHS and solved.saved_seconds >= first.saved_seconds
+    refined = made.plan_for(TEN, units)
+    assert refined.saved_seconds == 10.0 >= first.saved_seconds
+    assert gap(refined) <= 0.01
     # a plan of an earlier calibration is no answer to the next one
-    made.calibrate(Baseline(2000, (PhasePeaks(TEN, 1900, 1900, 2000),), 10**9), {TEN: units})
-    assert made.plan_for(TEN, units).solver is Solver.GREEDY
+    made.calibrate(Baseline(990, (PhasePeaks(TEN, 990, 990, 990),), 10**9), {TEN: units})
+    assert made.plan_for(TEN, units).saved_seconds == 0.0
     made.close()
+
+
+def test_a_first_plan_that_is_certified_is_not_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackgroundPlanner, "submit", lambda *_: pytest.fail("nothing is left to gain"))
+    units = profile_of(1)
+    made = planner(multiple(1.0), Solver.HIGHS)
+    made.calibrate(Baseline(1000, (PhasePeaks(TEN, 900, 900, 1000),), 10**9), {TEN: units})
+    assert made.plan_for(TEN, units).saved_seconds > 0
+    made.close()
+
+
+def test_more_on_the_device_than_foreseen_replays_units() -> None:
+    units = tuple(replace(profile_of(1)[0], unit=UnitId(f"u{k}")) for k in range(3))
+    made = planner(multiple(1.5))
+    made.calibrate(Baseline(1000, (PhasePeaks(TEN, 900, 900, 1000),), 10**9), {TEN: units})
+    plan = made.plan_for(TEN, units)
+    assert plan.count(Action.STORE) == 3
+    assert made.decide(TEN, units, plan, 0) is plan
+    room = made.budget_bytes - plan.peak_bytes
+    fewer = made.decide(TEN, units, plan, room + 150)
+    assert 0 < fewer.count(Action.STORE) < 3
+    assert made.decide(TEN, units, plan, 10**9).count(Action.STORE) == 0
 
 
 def test_plans_by_name() -> None:
@@ -290,7 +327,7 @@ def slow(problem, limits):
     working.set()
     time.sleep(600)
 
-budget.solve = slow
+budget.refine_apart = slow
 made = planner(multiple(1.0), Solver.HIGHS)
 if {busy}:
     made._background.submit(1, Problem(profile_of(1), 1000))
