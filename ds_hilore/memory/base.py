@@ -22,6 +22,7 @@ class BaseObservation:
         tokens: positions of the microbatch.
         floor: level before its forward.
         forward, loss, backward: device bytes at the fullest moment of the row, units' part taken out, floor included.
+        settled: level when backward begins, units' part taken out.
     """
 
     tokens: int
@@ -29,6 +30,7 @@ class BaseObservation:
     forward: int
     loss: int
     backward: int
+    settled: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class BaseBytes:
     forward: tuple[Line, ...] = (Line(),)
     loss: tuple[Line, ...] = (Line(),)
     backward: tuple[Line, ...] = (Line(),)
+    settled: tuple[Line, ...] = (Line(),)
 
     @classmethod
     def fit(cls, observations: Iterable[BaseObservation]) -> BaseBytes:
@@ -68,16 +71,19 @@ class BaseBytes:
             _cover([(o.tokens, o.forward - o.floor) for o in seen]),
             _cover([(o.tokens, o.loss - o.floor) for o in seen]),
             _cover([(o.tokens, o.backward - o.floor) for o in seen]),
+            _cover([(o.tokens, o.settled - o.floor) for o in seen]),
         )
 
     def at(self, shape: Shape) -> tuple[int, int, int]:
         """Bases of the forward, loss and backward rows for a microbatch of this shape."""
-        tokens = shape.tokens
-        forward, loss, backward = (
-            max(0, self.floor + max(line.at(tokens) for line in lines))
-            for lines in (self.forward, self.loss, self.backward)
-        )
-        return forward, loss, backward
+        return self._at(self.forward, shape), self._at(self.loss, shape), self._at(self.backward, shape)
+
+    def settled_at(self, shape: Shape) -> int:
+        """What is to be there when the backward of a microbatch of this shape begins, units' part aside."""
+        return self._at(self.settled, shape)
+
+    def _at(self, lines: tuple[Line, ...], shape: Shape) -> int:
+        return max(0, self.floor + max(line.at(shape.tokens) for line in lines))
 
 
 def _cover(points: list[tuple[int, int]]) -> tuple[Line, ...]:

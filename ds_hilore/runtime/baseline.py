@@ -23,7 +23,7 @@ class BaselineMeter:
         self._phases: list[PhasePeaks] = []
         self._peak = 0
         self._shape: Shape | None = None
-        self._floor = 0
+        self._floor = self._settled = 0
         self._forward = 0
         self._loss = 0
         self._settings = ExitStack()
@@ -44,6 +44,7 @@ class BaselineMeter:
         """The final plan was just applied. Forward and loss share one peak: nothing in all-R tells them apart."""
         if self._shape is not None:
             self._loss = self._forward = self._meter.peak_bytes()
+            self._settled = self._meter.level_bytes()
             self._meter.reset()
 
     def end(self) -> None:
@@ -51,7 +52,7 @@ class BaselineMeter:
         if self._shape is None:
             return
         backward = self._meter.peak_bytes()
-        self._phases.append(PhasePeaks(self._shape, self._forward, self._loss, backward, self._floor))
+        self._phases.append(PhasePeaks(self._shape, self._forward, self._loss, backward, self._floor, self._settled))
         self._peak = max(self._peak, self._forward, self._loss, backward)
         self._shape = None
         self._meter.reset()

@@ -13,6 +13,7 @@ from ds_hilore.core.types import Action, Plan, Shape, Solver, UnitId, UnitProfil
 from ds_hilore.memory.base import BaseBytes, BaseObservation
 from ds_hilore.planning.background import BackgroundPlanner
 from ds_hilore.planning.frontier import Frontier, first_frontier, gap
+from ds_hilore.planning.options import REPLAY, device_bytes
 from ds_hilore.planning.problem import Infeasible, Problem, Row, evaluate
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.planning.refine import refine_apart
@@ -29,6 +30,7 @@ class PhasePeaks:
     loss: int
     backward: int
     floor: int = 0  # level before the forward
+    settled: int = 0  # level when backward begins
 
 
 @dataclass(frozen=True)
@@ -101,23 +103,25 @@ class RankPlanner:
         found = self._frontier(shape, profiles)
         return found if isinstance(found, Plan) else found.prepare(EXACT).plan
 
-    def decide(self, shape: Shape, profiles: tuple[UnitProfile, ...], plan: Plan, excess_bytes: int) -> Plan:
-        """The final plan from what `plan_for` prepared, where the device holds more than was foreseen.
+    def decide(self, shape: Shape, profiles: tuple[UnitProfile, ...], plan: Plan, level_bytes: int) -> Plan:
+        """The final plan from what `plan_for` prepared, once forward and loss are over.
 
         Args:
-            excess_bytes: what it holds more, at the start of backward.
+            level_bytes: what the device holds now.
 
         Returns:
-            The plan itself where it still fits; else one with units replayed, as many as it takes (all, if need be).
+            The plan itself where no more is held than was foreseen, or the plan leaves room for it; else one with
+            units replayed, as many as it takes (all, if need be).
         """
         found = self._frontier(shape, profiles)
-        if excess_bytes <= 0 or isinstance(found, Plan):
+        if isinstance(found, Plan):
             return plan
         row = found.prepare(EXACT)
-        if row.plan.choice != plan.choice:  # refined since it was prepared
+        problem = row.problem
+        excess = level_bytes - self._base.settled_at(shape) - _held(problem, plan)
+        if excess <= NOISE_BYTES or row.plan.choice != plan.choice:  # refined since it was prepared
             return plan
-        base = found.problem.base_backward_bytes + excess_bytes
-        decided = row.decide_in(row.problem.now(base_backward_bytes=base))
+        decided = row.decide_in(problem.now(base_backward_bytes=problem.base_backward_bytes + excess))
         if isinstance(decided, Infeasible):
             return all_units([profile.unit for profile in profiles], Action.RECOMPUTE)
         return decided
@@ -192,7 +196,13 @@ def _observation(
         peaks.forward - units[Row.FORWARD],
         peaks.loss - units[Row.LOSS],
         peaks.backward - units[Row.BACKWARD],
+        peaks.settled - units[Row.LOSS],
     )
+
+
+def _held(problem: Problem, plan: Plan) -> int:
+    """Device bytes that the units keep until their backward."""
+    return sum(device_bytes(unit.variant(plan.choice.get(unit.unit, REPLAY))) for unit in problem.units)
 
 
 def _most_telling(observed: list[BaseObservation]) -> list[BaseObservation]:
@@ -200,7 +210,9 @@ def _most_telling(observed: list[BaseObservation]) -> list[BaseObservation]:
     highest: dict[int, BaseObservation] = {}
     for found in observed:
         known = highest.pop(found.tokens, found)
-        rows = (max(getattr(known, row), getattr(found, row)) for row in ("floor", "forward", "loss", "backward"))
+        rows = (
+            max(getattr(known, row), getattr(found, row)) for row in ("floor", "forward", "loss", "backward", "settled")
+        )
         highest[found.tokens] = BaseObservation(found.tokens, *rows)
     return list(highest.values())[-MAX_OBSERVED:]
 

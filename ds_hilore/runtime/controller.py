@@ -275,7 +275,7 @@ class Controller:
         if self.stage is not Stage.PLANNED and self._bypass is Bypass.NONE:
             self.measurements.note_forward(footprints(batch.alive()))
         self._baseline.backward_begins()
-        self._watch.backward_begins()
+        batch.follow(self._watch.backward_begins(self.measurements, batch.plan))
 
     def begin_backward(self) -> None:
         """engine.backward was called: coefficients that are known in closed form settle the plan now."""

@@ -47,6 +47,13 @@ class Microbatch:
     def alive(self) -> list[UnitCall]:
         return [call for reference in self.calls if (call := reference()) is not None]
 
+    def follow(self, decided: Plan) -> None:
+        """Drops stored state that the final plan replays; all else was done in forward."""
+        for call in self.alive() if decided is not self.plan else ():
+            if call.action is Action.STORE and decided.action_of(call.unit) is Action.RECOMPUTE:
+                call.drop()
+                self.ran[call.unit] = Action.RECOMPUTE
+
     def metrics(self) -> dict[str, float]:
         """What ran, and what the plan promised."""
         actions = list(self.ran.values())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_hilore.core.types import Action, Shape, UnitId
+from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.profiling.measure import Measurements
-from ds_hilore.runtime.budget import PhasePeaks, RankPlanner
+from ds_hilore.runtime.budget import PhasePeaks, RankPlanner, shape_class
 
 
 class PeakWatch:
@@ -20,8 +20,7 @@ class PeakWatch:
         self._meter = meter
         self._planner = planner
         self._shape: Shape | None = None
-        self._floor = 0
-        self._forward = 0
+        self._floor = self._settled = self._forward = 0
 
     def begin(self, shape: Shape) -> None:
         """The first unit of a planned microbatch is about to run."""
@@ -31,11 +30,20 @@ class PeakWatch:
         self._meter.reset()
         self._floor = self._meter.level_bytes()
 
-    def backward_begins(self) -> None:
-        """The final plan was just applied."""
-        if self._shape is not None:
-            self._forward = self._meter.peak_bytes()
-            self._meter.reset()
+    def backward_begins(self, measurements: Measurements, plan: Plan) -> Plan:
+        """Forward and loss are over, under `plan`.
+
+        Returns:
+            The plan for backward: `plan`, or one that replays more units where more is held than was foreseen.
+        """
+        if self._shape is None:
+            return plan
+        self._forward = self._meter.peak_bytes()
+        self._settled = self._meter.level_bytes()
+        size = shape_class(self._shape)
+        decided = self._planner.decide(size, measurements.profiles(size), plan, self._settled)
+        self._meter.reset()
+        return decided
 
     def end(self, measurements: Measurements, ran: Mapping[UnitId, Action]) -> None:
         """The backward is over, with the actions in `ran`. Of units that are not those of the profile, nothing is
@@ -43,7 +51,7 @@ class PeakWatch:
         shape, self._shape = self._shape, None
         if shape is None or ran.keys() != {unit for unit, _ in measurements.roster}:
             return
-        peaks = PhasePeaks(shape, self._forward, self._forward, self._meter.peak_bytes(), self._floor)
+        peaks = PhasePeaks(shape, self._forward, self._forward, self._meter.peak_bytes(), self._floor, self._settled)
         choice = {unit: action.letter for unit, action in ran.items()}
         self._planner.note_peaks(peaks, measurements.profiles(shape), choice)
 

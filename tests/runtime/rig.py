@@ -23,11 +23,12 @@ WIDTH = 4
 
 
 class StubMeter(PeakMeter):
-    """Gives the peaks of `script` one after another, the last one for good; counts its resets."""
+    """Gives the peaks of `script` one after another, the last one for good; counts its resets. `level` is held."""
 
     def __init__(self, script: Sequence[int] = (1000,), device: int = 10**6) -> None:
         self.script = list(script)
         self.resets = 0
+        self.level = 0
         self._device = device
 
     def reset(self) -> None:
@@ -37,7 +38,7 @@ class StubMeter(PeakMeter):
         return self.script.pop(0) if len(self.script) > 1 else self.script[0]
 
     def level_bytes(self) -> int:
-        return 0
+        return self.level
 
     def reserved_bytes(self) -> int:
         return 0

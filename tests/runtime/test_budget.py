@@ -293,16 +293,20 @@ def test_a_first_plan_that_is_certified_is_not_worked_on(monkeypatch: pytest.Mon
 
 
 def test_more_on_the_device_than_foreseen_replays_units() -> None:
-    units = tuple(replace(profile_of(1)[0], unit=UnitId(f"u{k}")) for k in range(3))
+    units = tuple(replace(profile_of(MB)[0], unit=UnitId(f"u{k}")) for k in range(3))
     made = planner(multiple(1.5))
-    made.calibrate(Baseline(1000, (PhasePeaks(TEN, 900, 900, 1000),), 10**9), {TEN: units})
+    held = 3 * 10 * MB
+    phase = PhasePeaks(TEN, 900 * MB, 900 * MB, 1000 * MB, floor=500 * MB, settled=600 * MB)
+    made.calibrate(Baseline(1000 * MB, (phase,), 10**12), {TEN: units})
     plan = made.plan_for(TEN, units)
     assert plan.count(Action.STORE) == 3
-    assert made.decide(TEN, units, plan, 0) is plan
+    foreseen = 600 * MB - held + 3 * 100 * MB
     room = made.budget_bytes - plan.peak_bytes
-    fewer = made.decide(TEN, units, plan, room + 150)
+    assert made.decide(TEN, units, plan, foreseen) is plan
+    assert made.decide(TEN, units, plan, foreseen + room).count(Action.STORE) == 3
+    fewer = made.decide(TEN, units, plan, foreseen + room + 150 * MB)
     assert 0 < fewer.count(Action.STORE) < 3
-    assert made.decide(TEN, units, plan, 10**9).count(Action.STORE) == 0
+    assert made.decide(TEN, units, plan, 10**12).count(Action.STORE) == 0
 
 
 def test_plans_by_name() -> None:
