@@ -21,6 +21,8 @@ _IN_CODE = (
     Limit("memory_budget of less than the peak of recomputing everything", "a larger budget; ZeRO-3 or its offload"),
     Limit("torch.compile around a unit, engine.compile(), compiled autograd", "compile inside the units"),
     Limit("Domino layers", "ordinary layers with ZeRO"),
+    Limit("DualPipeV; tensor parallelism inside of pipeline stages", "a PipelineModule of pipe and data axes only"),
+    Limit("Pruning in a pipeline, and going on after an exception in train_batch", "a restart from a checkpoint"),
     Limit("no_sync on ZeRO-2 and ZeRO-3", "gradient_accumulation_steps"),
     Limit("A second backward over one forward", "retain_graph=True in the first"),
 )
