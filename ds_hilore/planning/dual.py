@@ -155,14 +155,17 @@ def _rise(low: tuple[float, float], high: tuple[float, float]) -> float:
 
 def _tightest_row(problem: Problem) -> tuple[list[list[int]], int]:
     """Bytes above the least by unit and option, and room for them, in the row where room is least against need."""
-    rows = min(_rows(problem), key=lambda row: row[0])
-    _, last, limit_bytes = rows
-    loads = [[_load(option, position, last) for option in options] for position, options in enumerate(problem.options)]
+    _, last, limit_bytes = min(_rows(problem), key=lambda row: row[0])
+    elsewhere = problem.in_flight - 1
+    loads = [
+        [_load(option, position, last) + elsewhere * option.held_bytes for option in options]
+        for position, options in enumerate(problem.options)
+    ]
     return [[load - min(each) for load in each] for each in loads], limit_bytes - sum(min(each) for each in loads)
 
 
 def _load(option: Option, position: int, last: int | None) -> int:
-    """What the option adds to M2 (`last` is None) or to M3 at the unit `last`."""
+    """What the option adds to M2 (`last` is None) or to M3 at the unit `last`, other microbatches aside."""
     if last is None:
         return option.held_bytes
     if position == last:
@@ -176,20 +179,21 @@ def _rows(problem: Problem) -> Iterator[tuple[float, int | None, int]]:
     def tightness(limit: int, least: int, most: int) -> float:
         return (limit - least) / (most - least) if most > least else math.inf
 
-    options = problem.options
+    held = [[option.held_bytes for option in choices] for choices in problem.options]
+    kept = [[option.backward_held_bytes for option in choices] for choices in problem.options]
+    own = [[option.own_backward_bytes for option in choices] for choices in problem.options]
+    others = problem.in_flight - 1
+    # held by other microbatches in flight, whichever row it is
+    lean, full = others * sum(map(min, held)), others * sum(map(max, held))
     if problem.prepared is None:
         limit = problem.budget_bytes - problem.base_loss_bytes
-        least = sum(min(o.held_bytes for o in choices) for choices in options)
-        most = sum(max(o.held_bytes for o in choices) for choices in options)
-        yield tightness(limit, least, most), None, limit
-    kept = [[option.backward_held_bytes for option in choices] for choices in options]
-    own = [[option.own_backward_bytes for option in choices] for choices in options]
+        yield tightness(limit, lean + sum(map(min, held)), full + sum(map(max, held))), None, limit
     least_before = [0, *itertools.accumulate(map(min, kept))]
     most_before = [0, *itertools.accumulate(map(max, kept))]
     limit = problem.budget_bytes - problem.base_backward_bytes - sum(unit.grad_bytes for unit in problem.units)
     for last, unit in enumerate(problem.units):
         least, most = least_before[last] + min(own[last]), most_before[last] + max(own[last])
-        yield tightness(limit, least, most), last, limit
+        yield tightness(limit, lean + least, full + most), last, limit
         limit += unit.grad_bytes
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import LATTICE, Plan, Variant
 from ds_hilore.planning.brute_force import brute_force
 from ds_hilore.planning.greedy import greedy, repair
@@ -132,3 +135,33 @@ def test_settling_never_loses_and_settles_once(seed: int) -> None:
     assert evaluate(problem, settled).saved_seconds == plan.saved_seconds
     assert tie_key(problem, settled) <= tie_key(problem, plan.choice)
     assert settle(problem, settled) == settled
+
+
+@quick
+@given(seed=seeds, other=seeds)
+def test_what_is_known_by_now_makes_the_same_problem_as_from_scratch(seed: int, other: int) -> None:
+    """`now` and `after_forward` share options and skip validation: the result is that of `replace`, to the number."""
+    rng = random.Random(other)
+    problem = replace(small(seed), in_flight=1)
+    exposures = {u.unit: rng.choice((0.0, 1.0, rng.uniform(0, 4), math.inf)) for u in problem.units}
+    facts = {
+        "risk_budget": rng.uniform(0, 0.1),
+        "exposures": exposures,
+        "budget_bytes": problem.budget_bytes + rng.randint(-9, 9),
+        "base_backward_bytes": rng.randint(0, 99),
+    }
+    chosen = {name: value for name, value in facts.items() if rng.random() < 0.6}
+    before = (problem.options, problem.risk_limit, replace(problem))
+    quick_one, slow_one = problem.now(**chosen), replace(problem, **chosen)
+    assert quick_one == slow_one
+    assert (quick_one.options, quick_one.risk_limit) == (slow_one.options, slow_one.risk_limit)
+    prepared = {u.unit: rng.choice(options).name for u, options in zip(problem.units, problem.options)}
+    try:
+        second = replace(problem, prepared=prepared, exposures=exposures)
+    except UsageError:  # `allowed` forbids what it could still become
+        with pytest.raises(UsageError):
+            problem.after_forward(prepared, exposures)
+    else:
+        assert problem.after_forward(prepared, exposures) == second
+        assert problem.after_forward(prepared, exposures).options == second.options
+    assert (problem.options, problem.risk_limit, problem) == before
