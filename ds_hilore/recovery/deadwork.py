@@ -50,6 +50,14 @@ class DeadWork:
             return self._prove(key, source, module)
         return Replay(source, dead if _still_frozen(module, dead) else frozenset()).run()
 
+    def names(self, unit_class: str, module: nn.Module) -> list[str]:
+        """Submodules whose first call is dead in every kind of call of the class that was looked at."""
+        kinds = [dead for (name, _), dead in self.proven.items() if name == unit_class]
+        if not self.enabled or not kinds:
+            return []
+        dead = frozenset.intersection(*kinds)
+        return sorted(site.module for site in dead if site.call == 0) if _still_frozen(module, dead) else []
+
     def _prove(self, key: ClassKey, source: ReplaySource, module: nn.Module) -> list[Value | None]:
         full = Replay(source)
         slots = full.run(traced=_frozen_projections(module))

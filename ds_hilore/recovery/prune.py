@@ -37,6 +37,7 @@ from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.live import Borders, Cut, Extent, LiveChain
 from ds_hilore.recovery.parts import GradientSums, UnitPart, only_output
 from ds_hilore.recovery.roles import Assignment, PruneRefusal, Reason, UnitRoles, assign
+from ds_hilore.recovery.skipping import skipped
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, unit_scope
 
 RolesOf = Callable[[nn.Module], UnitRoles | None]
@@ -335,8 +336,9 @@ class PrunedCall(UnitCall):
         return self.pruning.whole_rows(source.assignment)
 
     def _replay_part(self, cut: Cut, gradient: Tensor, wants_hidden: bool) -> tuple[Tensor | None, list[Tensor | None]]:
-        parameters = self.source.parameters
-        with unit_scope():
+        parameters, module = self.source.parameters, self.inputs.module
+        assert module is not None
+        with unit_scope(), skipped(module, self.context.dead_work.names(self.unit_class, module)):
             output, hidden = UnitPart(self.inputs, self.surroundings, self.source.assignment).run(cut)
             wanted = [hidden, *parameters] if wants_hidden else parameters
             found = torch.autograd.grad(output, wanted, cut.pick_gradient(gradient), allow_unused=True)

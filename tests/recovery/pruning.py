@@ -39,9 +39,8 @@ class PruningHost(Host):
         return sum(isinstance(call, PrunedCall) for call in self.calls)
 
     def pruned_gradients(self, loss: Callable[[nn.Module], Tensor]) -> Gradients:
-        """Gradients of a pruned backward, after one forward in which classes show what they can."""
-        base = self._switched_on()
-        loss(base)
+        """Gradients of a pruned backward, after a microbatch in which classes show what they can."""
+        loss(self._switched_on()).backward()
         self.calls.clear()
         self.pruning.clear()
         return self.gradients(loss, [])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_hilore.recovery import skipping
 from tests.engines import difference
 from tests.models import FAMILIES, llama, lora
 from tests.recovery.plans import differences
@@ -61,7 +62,9 @@ def test_p1_liveness_is_read_once_per_backward() -> None:
     """The gradient that a pruned unit hands on is known: nobody looks at it again."""
     host = _host(adapters=True)
     host.pruned_gradients(LAYOUTS["lengths"][0].loss)
-    assert host.pruning.chain.reads == 1
+    before = host.pruning.chain.reads
+    host.gradients(LAYOUTS["lengths"][0].loss, [])
+    assert host.pruning.chain.reads == before + 1
 
 
 FAMILY_NAMES = ["qwen2", "phi3", "gemma3", "gpt_neox"]
@@ -75,6 +78,24 @@ def test_families(family: str, layout: str) -> None:
     host = PruningHost(lora(FAMILIES[family]()))
     ours = host.pruned_gradients(sample.loss)
     assert host.pruning.refused == {} and host.pruning.live_share is not None and host.pruning.live_share < 0.6
+    assert difference(host.gradients(sample.loss, None), ours) < 1e-6
+
+
+def test_dead_work_is_left_out() -> None:
+    """LoRA: nothing needs the output of the frozen down projection, in a pruned replay neither (design fact 14)."""
+    sample, _ = LAYOUTS["lengths"]
+    host = _host(adapters=True)
+    skipped: list[Any] = []
+    once = skipping._once
+
+    def counted(child: Any, x: torch.Tensor) -> torch.Tensor:
+        skipped.append(child)
+        return once(child, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(skipping, "_once", counted)
+        ours = host.pruned_gradients(sample.loss)
+    assert len(skipped) == LAYERS * 3  # rows of three lengths; nothing before the class has shown what is dead
     assert difference(host.gradients(sample.loss, None), ours) < 1e-6
 
 
