@@ -61,6 +61,9 @@ class Rate:
         )
 
 
+#: Less than this is nothing, in bytes and in seconds.
+TINY = 1e-12
+
 #: The proportions where nothing is known of a unit: everything grows with the tokens.
 BY_TOKEN = Rate(per_token=1.0)
 
@@ -155,7 +158,9 @@ class BytesFit:
 
     def restore(self, observations: Iterable[Observation], floor: Rate, count: int) -> None:
         """Continues from what another run has stored."""
-        self._points = {(p.tokens, p.token_lengths): p.value for p in list(observations)[: self.SHAPES]}
+        self._points = {
+            (p.tokens, p.token_lengths): p.value if p.value > TINY else 0.0 for p in list(observations)[: self.SHAPES]
+        }
         self.floor, self.count, self._rate = floor, count, None
 
     @property
@@ -176,7 +181,7 @@ class SecondsFit:
     """
 
     GROUPS = 16  # of near-equal shapes: tokens and length within 1/8 of a power of two
-    GROUP_SIZE = 15  # newest observations of a group
+    GROUP_SIZE = 31  # newest observations of a group: enough that a run of outliers is no majority
     PRIOR_SPREAD = 0.5  # the analytic proportions may be off by about this share
     UNKNOWN_NOISE = 0.1  # relative noise of an observation until groups tell
 
@@ -189,7 +194,7 @@ class SecondsFit:
 
     def note(self, shape: Shape, seconds: float) -> None:
         """One observation; of none that is not positive and finite anything is learnt."""
-        if 0.0 < seconds < math.inf:
+        if TINY < seconds < math.inf:
             self._put(Observation.of(shape, seconds))
             self.count += 1
 
@@ -235,7 +240,7 @@ class SecondsFit:
         self._groups.clear()
         self._solved = None
         for observation in observations:
-            if observation.value > 0:
+            if observation.value > TINY:
                 self._put(observation)
         self.count = count if self._groups else 0
 
@@ -284,6 +289,7 @@ def _ratio(point: Observation, rate: Rate) -> float:
 # -- solving -------------------------------------------------------------------------------------------------------
 
 Vector = tuple[float, float, float]
+_NOTHING = 1e-9  # an unknown this little below 0 is 0
 _CONSTANT_TRUST = 100.0  # a constant must be shown by the data: the prior against it is this much stronger
 
 
@@ -349,15 +355,19 @@ def _nearest(rows: Sequence[tuple[Vector, float]], weights: Sequence[float], sta
     for i in range(3):
         matrix[i][i] += trusts[i]
         right[i] += trusts[i] * start[i]
-    best: tuple[float, Vector] = (0.0, (0.0, 0.0, 0.0))  # all at 0; the cost is counted from there
-    for size in (1, 2, 3):
+    best: tuple[float, Vector] = (math.inf, (0.0, 0.0, 0.0))
+    for size in (3, 2, 1):
         for free in combinations(range(3), size):
-            found = _solved(matrix, right, free)
-            if found is None or min(found) < 0:
+            solved = _solved(matrix, right, free)
+            if solved is None or min(solved) < -_NOTHING:
                 continue
+            found = (max(0.0, solved[0]), max(0.0, solved[1]), max(0.0, solved[2]))
+            if size == 3:
+                return found  # nothing is better than what no bound holds back
             curve = sum(found[i] * matrix[i][j] * found[j] for i in free for j in free)
             cost = curve - 2 * sum(found[i] * right[i] for i in free)
-            if cost < best[0]:
+            # costs are no more exact than this; of equals the one with more unknowns keeps the prior's small parts
+            if cost < best[0] - 1e-14 * abs(cost):
                 best = (cost, found)
     return best[1]
 
