@@ -63,7 +63,7 @@ QUICK = Effort(5, 2_000, 100, SolverLimits(time_limit_s=3, relative_gap=0.01), j
 
 @dataclass(frozen=True)
 class Record:
-    """One stack. Milliseconds are of the chosen clock, `final_s` of the wall. Gains and gaps are shares of saved seconds.
+    """One stack. Milliseconds are of the chosen clock, `final_s` of the wall. Gains and gaps: of saved seconds.
 
     `judged` reaches were given to the plain formulation, `proven` of them to the end; `worst_to_optimum` is over
     these, `worst_certified` the largest gap that the frontier itself certifies for its best q-plan at a reach.
