@@ -11,6 +11,7 @@ tensor that was written in place is never derived: its node does not tell of edi
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -32,22 +33,22 @@ class RecipeProofs:
 
     def __init__(self) -> None:
         self._names: dict[tuple[Any, ...], int] = {}
-        self.proven: dict[tuple[str, int, int], bool] = {}
-        #: slots of a class for which no recipe was found, so that none is looked for again
-        self.hopeless: set[tuple[str, int, bool]] = set()
+        self.proven: dict[tuple[Hashable, int, int], bool] = {}
+        #: slots of a kind of call for which no recipe was found, so that none is looked for again
+        self.hopeless: set[tuple[Hashable, int, str, bool]] = set()
         #: of fused norms: by weight, because layers of one class may differ in it; by place where there is no weight
         self.epsilons: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.epsilons_without_weight: dict[tuple[str, int], float] = {}
+        self.epsilons_without_weight: dict[tuple[Hashable, int], float] = {}
 
     def signature(self, *parts: Any) -> int:
         """A small number for how a value is made, so that signatures of nested recipes stay cheap to compare."""
         return self._names.setdefault(parts, len(self._names))
 
-    def epsilon_of(self, weight: Parameter | None, place: tuple[str, int]) -> float | None:
+    def epsilon_of(self, weight: Parameter | None, place: tuple[Hashable, int]) -> float | None:
         """What is known of a fused norm's epsilon."""
         return self.epsilons_without_weight.get(place) if weight is None else self.epsilons.get(weight)
 
-    def note_epsilon(self, weight: Parameter | None, place: tuple[str, int], epsilon: float) -> None:
+    def note_epsilon(self, weight: Parameter | None, place: tuple[Hashable, int], epsilon: float) -> None:
         if weight is None:
             self.epsilons_without_weight[place] = epsilon
         else:
@@ -70,7 +71,9 @@ class BundleBuilder:
         unit's backward are worth their time: those of its norms (design fact 13)."""
         self.proofs = proofs
         self.short_lived = short_lived
-        self.unit_class = unit_class
+        # Calls of one class whose inputs differ in needing gradients (the first layer's, over a frozen embedding) save
+        # other tensors in the same places: what is found for one says nothing of the other.
+        self.kind = (unit_class, *[tensor.requires_grad for tensor in inputs])
         self.owner = owner
         self._width = max((tensor.numel() for tensor in inputs if tensor.is_floating_point()), default=0)
         self._values: dict[Edge, Value] = {}  # what is held for an output that was saved, or is a unit input
@@ -106,14 +109,14 @@ class BundleBuilder:
     # -- deriving one saved tensor ---------------------------------------------------------------------------------
 
     def _derive(self, tensor: Tensor, edge: Edge, slot: int) -> Derived | None:
-        place = (self.unit_class, slot, self.short_lived)
+        place = (self.kind, slot, edge[0].name(), self.short_lived)
         if place in self.proofs.hopeless or tensor._version != 0 or not self._worth_deriving(tensor):
             return None
         derived = self._view(tensor) if tensor._is_view() else self._resolve(edge, 0)
         if type(derived) is not Derived:
             self.proofs.hopeless.add(place)
             return None
-        key = (self.unit_class, slot, derived.signature)
+        key = (self.kind, slot, derived.signature)
         good = self.proofs.proven.get(key)
         if good is None:
             good = self.proofs.proven[key] = _is_bitwise(derived, tensor)

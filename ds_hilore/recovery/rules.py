@@ -198,7 +198,7 @@ def _epsilon(
 ) -> float | None:
     """The epsilon whose statistics are the saved ones, bit for bit; found once per weight."""
     weight = given[1].parameter if len(given) > 1 and type(given[1]) is ParameterRef else None
-    place = (builder.unit_class, builder.proofs.signature("norm", *[value.signature for value in given]))
+    place = (builder.kind, builder.proofs.signature("norm", *[value.signature for value in given]))
     known = builder.proofs.epsilon_of(weight, place)
     if known is not None:
         return known

@@ -163,3 +163,27 @@ def _held_floats_per_token(adapters: str, family: str = "llama") -> tuple[float,
 def test_stored_units_hold_base_tensors_only(adapters: str) -> None:
     plain, ours = _held_floats_per_token(adapters)
     assert ours < 0.75 * plain
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first layer first", "last layer first"])
+def test_layers_over_a_frozen_embedding_hold_the_same_in_any_order(first: bool) -> None:
+    """The first layer's input needs no gradient, so its slots are others: what it cannot derive, its peers can."""
+    model = models.lora(models.llama(layers=3))
+    ids, advantages = models.batch(0)
+
+    def held(actions: list[Action]) -> list[int]:
+        found: list[int] = []
+
+        def loss(m: nn.Module) -> Tensor:
+            value = models.plain_loss(m, ids, advantages)
+            found.extend(sum(call.held_storages().values()) for call in host.calls if call.action is H)
+            return value
+
+        host.gradients(loss, actions)
+        return found
+
+    host = Host(model)
+    (alone,) = held([R, R, H])
+    host = Host(model)
+    everything = held([H]) if first else (held([R, R, H]), held([H]))[1]
+    assert everything[1] == everything[2] == alone
