@@ -1,0 +1,78 @@
+"""The setting that a stored profile belongs to, read from a model and the device it runs on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_hilore.core import deps
+from ds_hilore.profiling.layout import Fingerprint
+
+#: Of a config: where it came from and who wrote it, which change no layer.
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+
+
+def profile_fingerprint(
+    model: nn.Module, *, zero_stage: int, world_size: int, loss_path: str, device: torch.device
+) -> Fingerprint:
+    """Everything that decides a unit's bytes and seconds, as a profile is stored with it.
+
+    Args:
+        model: as it is trained, adapters included; under ZeRO-3 parameters may be partitioned.
+        loss_path: "chunked" or "logits".
+    """
+    shapes = [(name, list(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()]
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    config = getattr(model, "config", None)
+    return Fingerprint(
+        model=_digest([type(model).__name__, _config_fields(config), shapes]),
+        trained=_digest(trained),
+        dtypes=_dtypes(model),
+        attention=str(getattr(config, "_attn_implementation", None) or "own"),
+        loss_path=loss_path,
+        zero_stage=zero_stage,
+        world_size=world_size,
+        device=_device_name(device),
+        torch=torch.__version__,
+        deepspeed=deps.installed_version("deepspeed") or "",
+        transformers=deps.installed_version("transformers") or "",
+        ds_hilore=deps.installed_version("ds_hilore") or "",
+    )
+
+
+def _config_fields(config: Any) -> dict[str, Any]:
+    if config is None or not hasattr(config, "to_dict"):
+        return {}
+    return {name: value for name, value in config.to_dict().items() if name not in _NOT_THE_MODEL}
+
+
+def _dtypes(model: nn.Module) -> str:
+    """Of frozen and of trained parameters, and of autocast where it is on."""
+    kinds = sorted({(_name(p.dtype), "trained" if p.requires_grad else "frozen") for p in model.parameters()})
+    found = ", ".join(f"{kind} {dtype}" for dtype, kind in kinds)
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            found += f", autocast {_name(torch.get_autocast_dtype(device))}"
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":  # its speed is that of the threads in use
+        return f"{platform.machine()} {platform.processor()} x {torch.get_num_threads()}".replace("  ", " ")
+    module = torch.get_device_module(device)
+    facts = module.get_device_properties(device)
+    return f"{facts.name}, {facts.total_memory >> 30} GiB"
+
+
+def _digest(values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
