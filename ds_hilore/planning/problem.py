@@ -154,7 +154,7 @@ class Problem:
         other = copy.copy(self)
         vars(other).update(facts)  # frozen for all others, but nobody has seen it yet
         vars(other).pop("risk_limit", None)
-        validate_facts(other)
+        validate_facts(other, [name for name in ("exposures", "prepared") if name in facts])
         return other
 
 

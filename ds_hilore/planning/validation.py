@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ds_hilore.core.errors import UsageError
@@ -28,8 +29,11 @@ def validate_problem(problem: Problem) -> None:
     problem.options  # noqa: B018  (unknown names, and units without any option left, are found here)
 
 
-def validate_facts(problem: Problem) -> None:
+def validate_facts(problem: Problem, by_unit: Collection[str] = ("exposures", "allowed", "prepared")) -> None:
     """The part that is not about units and their variants.
+
+    Args:
+        by_unit: fields with entries by unit that are looked at; the others are known to be right.
 
     Raises:
         UsageError: what is wrong.
@@ -38,12 +42,12 @@ def validate_facts(problem: Problem) -> None:
         raise UsageError(
             f"in_flight = {problem.in_flight}: at least 1, and after forward 1 (`after_forward` sees to it)"
         )
-    for name in ("exposures", "allowed", "prepared"):
+    for name in by_unit:
         named = getattr(problem, name)
         strangers = set(named).difference(unit.unit for unit in problem.units) if named else None
         if strangers:
             raise UsageError(f"{name} names units that are not in the problem: {sorted(map(str, strangers))}")
-    for unit_id, exposure in problem.exposures.items():
+    for unit_id, exposure in problem.exposures.items() if "exposures" in by_unit else ():
         if not exposure >= 0:
             raise UsageError(f"exposure of unit {unit_id} must be >= 0, got {exposure}")
     if not 0 <= problem.risk_budget < math.inf:
