@@ -32,6 +32,9 @@ GROUP_COST_ACCELERATOR = 256
 
 #: Windows are lengthened to a multiple of this: kernels like even shapes.
 ROUND = 8
+#: The most positions, as a share of all, that run at once where a replay's own state sets the peak (`lean`). That state
+#: is not held by recipes, which would bring it to 0.87 to 0.90 of this (design fact 13).
+MOST_AT_ONCE = 0.8
 #: From this share of all positions on everything is run, as the plain unit would: nothing to gain, the same bits.
 WORTHWHILE = 0.97
 
@@ -185,6 +188,13 @@ class Cut:
         """Positions that a replay of this group computes."""
         return len(self.segments) * self.length
 
+    def halved(self, most: int) -> list[list[Segment]]:
+        """The group's segments, in two parts where they hold more than `most` positions together."""
+        middle = len(self.segments) // 2
+        if self.positions <= most or middle == 0:
+            return [self.segments]
+        return [self.segments[:middle], self.segments[middle:]]
+
     def pick(self, tensor: Tensor) -> Tensor:
         """[k, L, ...] of a tensor [B or 1, T, ...]; the tensor itself where the group is everything."""
         if self.whole:
@@ -280,22 +290,30 @@ class Cutting:
         return sum(cut.positions for cut in self.cuts)
 
 
+_Terms = tuple[Borders, Extent, bool]
+
+
 @dataclass(eq=False)
 class LiveSet:
     """Live positions [B, T] bool on the host; what is cut from them is kept, since units in a row share it."""
 
     flags: Tensor
     device: torch.device
-    _cuttings: dict[tuple[Borders, Extent], Cutting] = field(default_factory=dict)
+    _cuttings: dict[_Terms, Cutting] = field(default_factory=dict)
 
-    def cutting(self, borders: Borders, extent: Extent) -> Cutting:
-        """The groups in which a unit's live positions run. No group: nothing is live."""
-        known = self._cuttings.get((borders, extent))
+    def cutting(self, borders: Borders, extent: Extent, lean: bool = False) -> Cutting:
+        """The groups in which a unit's live positions run, one after another. No group: nothing is live.
+
+        Args:
+            lean: no group may hold nearly everything (`MOST_AT_ONCE`).
+        """
+        terms = borders, extent, lean
+        known = self._cuttings.get(terms)
         if known is None:
-            known = self._cuttings[(borders, extent)] = self._cut(borders, extent)
+            known = self._cuttings[terms] = self._cut(*terms)
         return known
 
-    def _cut(self, borders: Borders, extent: Extent) -> Cutting:
+    def _cut(self, borders: Borders, extent: Extent, lean: bool) -> Cutting:
         rows, length = self.flags.shape
         if extent is Extent.ROWS:
             segments = [Segment(row, 0, length) for row in self.flags.any(1).nonzero().flatten().tolist()]
@@ -305,15 +323,18 @@ class LiveSet:
         cost = GROUP_COST.get(self.device.type, GROUP_COST_ACCELERATOR)
         cuts = [Cut(group, rows, length, self.device, alone) for group in grouped(segments, cost)]
         if sum(cut.positions for cut in cuts) >= WORTHWHILE * rows * length:
-            segments = [Segment(row, 0, length) for row in range(rows)]
-            cuts = [Cut(segments, rows, length, self.device, True)]
+            segments, alone = [Segment(row, 0, length) for row in range(rows)], True
+            cuts = [Cut(segments, rows, length, self.device, alone)]
+        if lean:
+            most = int(MOST_AT_ONCE * rows * length)
+            cuts = [Cut(half, rows, length, self.device, alone) for cut in cuts for half in cut.halved(most)]
         after = torch.zeros_like(self.flags)
         for segment in segments:
             after[segment.row, segment.start : segment.stop] = True
         if torch.equal(after, self.flags):
             return Cutting(cuts, self)
         before = LiveSet(after, self.device)
-        before._cuttings[(borders, extent)] = Cutting(cuts, before)
+        before._cuttings[(borders, extent, lean)] = Cutting(cuts, before)
         return Cutting(cuts, before)
 
     @classmethod

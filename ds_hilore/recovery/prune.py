@@ -311,7 +311,8 @@ class PrunedCall(UnitCall):
         self.check_state()
         hidden = self.hidden()
         gradient = torch.zeros_like(hidden) if gradient is None else gradient
-        cutting = self.pruning.chain.read(gradient).cutting(self._borders(), self.source.proof.extent)
+        live = self.pruning.chain.read(gradient)
+        cutting = live.cutting(self._borders(), self.source.proof.extent, self.context.lean_replay)
         self.pruning.live_share = cutting.positions / max(1, hidden.shape[:2].numel())
         given = GradientSums(len(self.source.parameters))
         before: Tensor | None = None

@@ -151,3 +151,25 @@ def test_the_schedule_does_not_depend_on_what_is_pruned(ranks: RankPool, stage: 
     plain = ranks.run(f"{HERE}:schedule", stage=stage, announce=False)
     assert pruned[0] == pruned[1] == plain[0] == plain[1]
     assert pruned[0]
+
+
+def planned() -> Any:
+    """Updates without a forced plan, at a budget that stores nothing."""
+    reference, ours = updates.pair(updates.build, config(2), memory_budget="1.0x", planner={"solver": "greedy"})
+    shares, errors, stages = [], [], []
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch.on(patch)
+        for number in range(6):
+            stages.append(ours.hilore.stage.value)
+            errors.append(difference(update(reference, number), update(ours, number)))
+            shares.append(len(watch.shares))
+    stored = updates.actions(ours).count(Action.STORE)
+    return {"errors": errors, "stages": stages, "pruned": shares, "stored": stored}
+
+
+def test_planned_updates_prune_once_replays_were_measured(ranks: RankPool) -> None:
+    for seen in ranks.run(f"{HERE}:planned"):
+        assert max(seen["errors"]) < 1e-6
+        first = seen["stages"].index("planned")
+        assert seen["pruned"][first - 1] == 0
+        assert seen["pruned"][-1] > seen["pruned"][first] or seen["stored"] == 3

@@ -145,6 +145,18 @@ def test_everything_live_is_the_tensor_itself() -> None:
     assert cut.whole and cut.pick(x) is x and cut.pick_gradient(x) is x
 
 
+@given(st.lists(st.integers(0, 16), min_size=1, max_size=6))
+def test_lean_groups_hold_less_than_everything(lengths: list[int]) -> None:
+    live = torch.zeros(len(lengths), 16, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        live[row, :length] = True
+    borders = Borders.none(len(lengths), 16)
+    whole = LiveSet(live, CPU).cutting(borders, Extent.SEGMENTS)
+    lean = LiveSet(live, CPU).cutting(borders, Extent.SEGMENTS, lean=True)
+    assert lean.positions == whole.positions and torch.equal(lean.after.flags, whole.after.flags)
+    assert all(cut.positions <= 0.8 * live.numel() or len(cut.segments) == 1 for cut in lean.cuts)
+
+
 def test_windows_are_even() -> None:
     cut = Cut([Segment(0, 0, 9)], 1, 64, CPU, True)
     assert cut.length == 16
