@@ -65,13 +65,14 @@ class BaseBytes:
         seen = list(observations)
         if not seen:
             return cls()
+        # One floor for all, so that what was measured is what is foreseen, though later microbatches start higher.
         floor = max(o.floor for o in seen)
         return cls(
             floor,
-            _cover([(o.tokens, o.forward - o.floor) for o in seen]),
-            _cover([(o.tokens, o.loss - o.floor) for o in seen]),
-            _cover([(o.tokens, o.backward - o.floor) for o in seen]),
-            _cover([(o.tokens, o.settled - o.floor) for o in seen]),
+            _cover([(o.tokens, o.forward - floor) for o in seen]),
+            _cover([(o.tokens, o.loss - floor) for o in seen]),
+            _cover([(o.tokens, o.backward - floor) for o in seen]),
+            _cover([(o.tokens, o.settled - floor) for o in seen]),
         )
 
     def at(self, shape: Shape) -> tuple[int, int, int]:

@@ -54,6 +54,7 @@ class RankPlanner:
             self._background = BackgroundPlanner(partial(refine_apart, limits=limits))
         self._calibrations = 0
         self._relative_gap = limits.relative_gap
+        self._largest: dict[Shape, Shape] = {}  # by shape class
         self._problems: dict[tuple[int, Shape], Problem] = {}  # by budget and shape class
         self._frontiers: dict[tuple[int, Shape], Frontier | Plan] = {}  # a plan where nothing fits
         self._observed: list[BaseObservation] = []
@@ -102,6 +103,14 @@ class RankPlanner:
         """
         found = self._frontier(shape, profiles)
         return found if isinstance(found, Plan) else found.prepare(EXACT).plan
+
+    def planning_shape(self, shape: Shape) -> Shape:
+        """The shape to plan for: the largest seen of the shape's class, so that one plan serves all of it so far."""
+        size = shape_class(shape)
+        known = self._largest.get(size, shape)
+        largest = Shape(max(known.segments, shape.segments), max(known.length, shape.length))
+        self._largest[size] = largest
+        return largest
 
     def decide(self, shape: Shape, profiles: tuple[UnitProfile, ...], plan: Plan, level_bytes: int) -> Plan:
         """The final plan from what `plan_for` prepared, once forward and loss are over.

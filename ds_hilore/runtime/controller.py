@@ -30,7 +30,7 @@ from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.replay import Site
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
 from ds_hilore.runtime.baseline import BaselineMeter
-from ds_hilore.runtime.budget import UniformPlan, all_units, loss_leads, shape_class
+from ds_hilore.runtime.budget import UniformPlan, all_units, loss_leads
 from ds_hilore.runtime.microbatch import Microbatch, Phase, footprints
 from ds_hilore.runtime.observe import as_rows, call_with_gradient, check_observable
 from ds_hilore.runtime.outputs import OutputMarks
@@ -222,7 +222,7 @@ class Controller:
         if self._forced is not None:
             return UniformPlan(action=self._forced)
         if self.stage is Stage.PLANNED:
-            size = shape_class(shape)
+            size = self.parts.planner.planning_shape(shape)
             return self.parts.planner.plan_for(size, self.measurements.profiles(size))
         if self.stage is Stage.MEASURE_H:
             return self._sampling_plan()

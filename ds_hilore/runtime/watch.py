@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.profiling.measure import Measurements
-from ds_hilore.runtime.budget import PhasePeaks, RankPlanner, shape_class
+from ds_hilore.runtime.budget import PhasePeaks, RankPlanner
 
 
 class PeakWatch:
@@ -40,7 +40,7 @@ class PeakWatch:
             return plan
         self._forward = self._meter.peak_bytes()
         self._settled = self._meter.level_bytes()
-        size = shape_class(self._shape)
+        size = self._planner.planning_shape(self._shape)
         decided = self._planner.decide(size, measurements.profiles(size), plan, self._settled)
         self._meter.reset()
         return decided

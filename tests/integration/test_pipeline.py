@@ -13,7 +13,7 @@ from torch import Tensor
 import ds_hilore
 from ds_hilore.core.errors import UnsupportedError, UsageError
 from ds_hilore.core.types import Action, UnitId
-from ds_hilore.runtime.budget import all_units, shape_class
+from ds_hilore.runtime.budget import all_units
 from tests.engines import difference
 from tests.integration import pipelines
 from tests.ranks import RankPool
@@ -126,7 +126,7 @@ def planned(updates: int) -> dict[str, Any]:
         stages.append(ours.hilore.stage.value)
         ours.hilore.parts.planner.wait(20)
     controller = ours.hilore
-    problem = controller.parts.planner.problem_for(shape_class(controller.microbatch.shape))
+    problem = controller.parts.planner.problem_for(controller.parts.planner.planning_shape(controller.microbatch.shape))
     return pipelines.facts(ours) | {
         "errors": errors,
         "stages": stages,

@@ -54,6 +54,11 @@ def test_one_size_is_kept_below_it_and_scaled_above_it() -> None:
     assert base.at(Shape(4, 50)) == (1020, 1200, 1100)
 
 
+def test_phases_that_start_from_different_floors_are_foreseen_as_they_were() -> None:
+    base = BaseBytes.fit([BaseObservation(100, 1000, 1300, 1300, 1300), BaseObservation(100, 1100, 1200, 1200, 1250)])
+    assert base.at(Shape(1, 100)) == (1300, 1300, 1300)
+
+
 def test_segments_and_length_count_as_tokens() -> None:
     base = BaseBytes.fit([BaseObservation(100, 0, 10, 10, 10)])
     assert base.at(Shape(10, 20)) == base.at(Shape(1, 200))
