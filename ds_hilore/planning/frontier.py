@@ -36,7 +36,7 @@ from ds_hilore.planning.problem import (
     make_plan_of,
     pick,
 )
-from ds_hilore.planning.reaction import Places, react
+from ds_hilore.planning.reaction import Places, react, steps_of
 from ds_hilore.planning.rows import Rows
 from ds_hilore.planning.ties import settle
 
@@ -94,7 +94,7 @@ class Prepared:
         same = problem.units is mine.units or problem.units == mine.units
         if not same or (problem.prepared is not mine.prepared and problem.prepared != mine.prepared):
             raise UsageError("this problem is about another q-plan; make it from `prepared.problem.now(...)`")
-        return react(problem, self.places)
+        return react(problem, self.places, self._steps)
 
     def worth(self, reach: float) -> float:
         """Seconds that preparing q saves if the true B / E is `reach`: those of its a-plan less encoding."""
@@ -111,6 +111,10 @@ class Prepared:
             return 0
         # a quarter: the root of a cost at the limit, and its square again, must stay inside the row's tolerance
         return max(0, bisect_right(self._risks, reach * (1 + RISK_TOLERANCE / 4)) - 1)
+
+    @cached_property
+    def _steps(self) -> tuple[tuple[int, int], ...]:
+        return steps_of(self.places)
 
     @cached_property
     def _risks(self) -> tuple[float, ...]:

@@ -7,7 +7,8 @@ allow, and gives memory back by replaying what saves least per byte.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 from ds_hilore.core.types import Action, Plan, Solver
 from ds_hilore.planning.greedy import repair
@@ -17,23 +18,34 @@ from ds_hilore.planning.rows import Rows
 
 #: Places of options, one a unit in forward order.
 Places = tuple[int, ...]
+#: Keeps densities finite: what is free at the true exposures comes first.
+_FREE = 1e-300
 
 
-def react(problem: Problem, points: Sequence[Places]) -> Plan | Infeasible:
-    """Gives a plan that holds in `problem`, from a-plans known for the same q in order of risk; the first has none.
+def steps_of(points: Sequence[Places]) -> tuple[tuple[int, int], ...]:
+    """(position, place) of every option that some point has: what `react` chooses from."""
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(map(enumerate, points))))
 
-    Of all points that hold, and of what greedy adds to the best of them and to the first, the one that saves most.
-    Where memory is short, units are replayed until every row holds.
+
+def react(problem: Problem, points: Sequence[Places], steps: Iterable[tuple[int, int]]) -> Plan | Infeasible:
+    """Gives a plan that holds in `problem`, from a-plans known for the same q.
+
+    Of all points that hold, and of what greedy adds to the best of them and to the calmest plan, the one that saves
+    most. Where memory is short, units are replayed until every row holds.
+
+    Args:
+        points: places of `problem.options`, in order of risk; the first without any as far as was foreseen.
+        steps: `steps_of(points)`.
     """
-    known = [[options[place] for options, place in zip(problem.options, places)] for places in points]
-    steps = _steps(known)
+    options = problem.options
     limit = problem.risk_limit * (1 + RISK_TOLERANCE)
-    starts = [known[0]]
-    for picked in reversed(known[1:]):
-        if _risk(picked) <= limit:
-            starts.append(picked)
+    starts = [[_exact(each, each[place]) for each, place in zip(options, points[0])]]
+    for places in reversed(points):
+        if sum([each[place].risk_cost for each, place in zip(options, places)]) <= limit:
+            starts.append([each[place] for each, place in zip(options, places)])
             break
-    best = max((_bolder(picked, steps, limit) for picked in starts), key=_seconds)
+    denser = _densest_first(problem, starts[0], steps)
+    best = max([_bolder(picked, denser, limit) for picked in starts], key=_seconds)
     evaluation = evaluate_picked(problem, best)
     if evaluation.feasible:
         return make_plan_of(problem, best, Solver.GREEDY)
@@ -44,17 +56,26 @@ def react(problem: Problem, points: Sequence[Places]) -> Plan | Infeasible:
     return repair(problem, Plan(choice=dict(zip(units, [option.name for option in best]))))
 
 
-def _steps(known: Sequence[Sequence[Option]]) -> list[tuple[int, Option]]:
-    """Risky options that some point has and the first has not, densest in seconds per risk first."""
-    calm = known[0]
-    steps: list[tuple[float, int, Option]] = []
-    for position, options in enumerate(zip(*known)):
-        for option in dict.fromkeys(options):
-            gain = option.seconds - calm[position].seconds
-            if option.risk_cost > 0 and gain > 0:
-                steps.append((-gain / option.risk_cost, -position, option))
-    # of equally dense steps the later unit comes first (T2 of ties.py)
-    return [(-position, option) for _, position, option in sorted(steps)]
+def _exact(options: Sequence[Option], option: Option) -> Option:
+    """The option, or R where it has come to cost risk: a unit foreseen to be exposed to nothing may be after all."""
+    if option.risk_cost == 0:
+        return option
+    return next((other for other in options if other.name == REPLAY), option)
+
+
+def _densest_first(
+    problem: Problem, calm: Sequence[Option], steps: Iterable[tuple[int, int]]
+) -> list[tuple[int, Option]]:
+    """Steps from the calm plan that gain, those first that gain most for their risk."""
+    dense: list[tuple[float, int, int]] = []
+    for position, place in steps:
+        option = problem.options[position][place]
+        gain = option.seconds - calm[position].seconds
+        if gain > 0:
+            # of equally dense steps the later unit comes first (T2 of ties.py)
+            dense.append((-gain / (option.risk_cost + _FREE), -position, place))
+    dense.sort()
+    return [(-position, problem.options[-position][place]) for _, position, place in dense]
 
 
 def _bolder(picked: Sequence[Option], steps: Sequence[tuple[int, Option]], limit: float) -> list[Option]:

@@ -188,6 +188,21 @@ def test_decisions_with_less_memory_hold_or_say_what_is_missing(name: str, seed:
             check(here.now(risk_budget=row.reach), plan)
 
 
+def test_exposures_that_were_nothing_and_are_something_and_the_reverse() -> None:
+    """A unit foreseen without exposure is compressed in every point, the first too; the truth decides."""
+    problem = decoder(6, 3, share=2.0)
+    nothing, something = unit_id(0), unit_id(5)
+    frontier = made(replace(problem, exposures={nothing: 0.0}, allowed={nothing: ("L0", "R"), something: ("L0", "R")}))
+    row = frontier.rows[-1]
+    assert row.points[0].action_of(nothing) is Action.COMPRESS
+    exposures = {u.unit: 1.0 for u in problem.units}
+    exact = row.decide_in(row.problem.now(exposures=exposures, risk_budget=0.0))
+    assert isinstance(exact, Plan) and exact.count(Action.COMPRESS) == 0
+    assert exact.count(Action.STORE) == row.points[0].count(Action.STORE)
+    free = row.decide_in(row.problem.now(exposures=dict.fromkeys(exposures, 0.0), risk_budget=0.0))
+    assert isinstance(free, Plan) and free.count(Action.COMPRESS) == row.plan.count(Action.COMPRESS) >= 2
+
+
 def test_less_memory_replays_what_saves_least() -> None:
     units = [unit(i, replayed(1), stored(11, seconds)) for i, seconds in enumerate((0.3, 0.1, 0.2))]
     row = made(Problem(tuple(units), budget_bytes=33)).rows[0]
