@@ -121,6 +121,14 @@ class PlannerConfig(Block):
         strict=True,
         description="A solve may stop when its plan is proven this close to the best.",
     )
+    trial_microbatches: int = Field(
+        default=6,
+        ge=0,
+        le=1000,
+        strict=True,
+        description="Microbatches that run all-R and as planned in turn before plans are followed for good: what does "
+        "not pay in the whole update is struck out. 0: the measured gains are believed.",
+    )
 
     @field_validator("solver", mode="before")
     @classmethod

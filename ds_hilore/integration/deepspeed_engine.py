@@ -202,6 +202,7 @@ def _controller(
         scale=scale,
         # Under ZeRO-3 a function that is no leaf module gathers in its replay: all ranks must replay it (fact 16).
         replay_only=(lambda module: module not in known) if stage3 else (lambda module: False),
+        trial_microbatches=config.planner.trial_microbatches,
         # A pruned replay knows one microbatch at a time.
         roles=decoder_layer_roles if config.prune_zero_exposure and not is_pipeline(engine.module) else None,
     )

@@ -69,6 +69,7 @@ class RecoveryContext:
     settled: bool = True  # False between a forward and the moment its final plan is applied
     settle: Callable[[], None] = lambda: None
     timing: Callable[[UnitId], AbstractContextManager[None]] = lambda unit: nullcontext()  # around each replay
+    watch: Callable[[UnitCall], None] | None = None  # told whenever a call's saved tensor is wanted in backward
     rng_tracker: RngTracker | None = None
     rereading: set[str] = field(default_factory=set)  # unit classes with nodes that unpack a slot more than once
     _facts: weakref.WeakKeyDictionary[torch.nn.Module, ModuleFacts] = field(default_factory=weakref.WeakKeyDictionary)
@@ -244,6 +245,8 @@ def _unpack(held: Handle | ParameterRef) -> Tensor:
     context = call.context
     if not context.settled:
         context.settle()
+    if context.watch is not None:
+        context.watch(call)
     call.check_generation()
     try:
         value = held.value

@@ -88,8 +88,11 @@ class RankPlanner:
             self._refit()
 
     def _refit(self) -> None:
-        """Plans made so far are out of date."""
         self._base = BaseBytes.fit(self._observed)
+        self.replan()
+
+    def replan(self) -> None:
+        """Plans made so far are out of date: profiles or bases have changed."""
         self._calibrations += 1
         self._problems.clear()
         self._frontiers.clear()

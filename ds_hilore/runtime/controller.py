@@ -7,8 +7,7 @@
 Two forwards with grad before one backward belong to one microbatch. Forwards without grad never get here. One
 microbatch is in hand at a time; a pipeline sets it aside after its forward and takes it up again for its backward.
 
-Updates of a run: MEASURE_R replays every unit, twice (the second time with optimizer state: its peak is "1.0x");
-MEASURE_H stores one unit of each class, for one microbatch; PLANNED follows the plans.
+What runs as what is decided by `learning.py`: first to measure, then by plans.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,15 +28,14 @@ from ds_hilore.recovery.deadwork import DeadWork
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.replay import Site
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
-from ds_hilore.runtime.baseline import BaselineMeter
-from ds_hilore.runtime.budget import UniformPlan, all_units, loss_leads
-from ds_hilore.runtime.microbatch import Microbatch, Phase, footprints
+from ds_hilore.runtime.budget import UniformPlan
+from ds_hilore.runtime.learning import Learning
+from ds_hilore.runtime.microbatch import Microbatch, Phase
 from ds_hilore.runtime.observe import as_rows, call_with_gradient, check_observable
 from ds_hilore.runtime.outputs import OutputMarks
 from ds_hilore.runtime.parts import Bypass, Checkpoint, ControllerParts, Stage
 from ds_hilore.runtime.pruner import Pruner
 from ds_hilore.runtime.update import Announcements, Coefficients, MicrobatchFacts, Source
-from ds_hilore.runtime.watch import PeakWatch
 
 _log = logging.getLogger(__name__)
 
@@ -47,30 +45,24 @@ class Controller:
 
     Attributes:
         plan: that of the newest microbatch.
-        stage: how far measuring is.
+        learning: what is measured, and the stage of that.
         coefficients: omega of the newest microbatch, one entry per loss; empty where no loss told.
-        in_flight: most microbatches whose state was held at once.
     """
 
     def __init__(self, parts: ControllerParts) -> None:
         self.parts = parts
-        self.stage = Stage.MEASURE_R
         self.update = 0
-        self.measurements = Measurements()
         self.microbatch = Microbatch()
-        self.in_flight = 1
         self.outputs = OutputMarks()
         self.dead: dict[str, frozenset[Site]] = {}
         self.context = RecoveryContext(rank=parts.rank, dead_work=DeadWork(report=self._note_dead))
         self.context.settle = self.settle
         self.pruner = Pruner(parts.roles, parts.rank)
-        self._baseline = BaselineMeter(parts.meter)
-        self._watch = PeakWatch(parts.meter, parts.planner)
+        self.learning = Learning(parts, self.context)
         self._forced: Plan | Action | None = None
         self._bypass = Bypass.NONE
         self._host_checkpoint: Checkpoint | None = None
         self._announced = Announcements()
-        self._sampled: set[str] = set()  # classes that were stored once, or would not be
         self._aside = 0  # microbatches between `set_aside` and `take_up`
         self._in_forward = False
         self._awaits_unit = False  # the forward that runs has begun a microbatch but no unit yet
@@ -81,6 +73,15 @@ class Controller:
     def phase(self) -> Phase:
         """Of the microbatch in hand."""
         return self.microbatch.phase
+
+    @property
+    def stage(self) -> Stage:
+        """How far measuring is."""
+        return self.learning.stage
+
+    @property
+    def measurements(self) -> Measurements:
+        return self.learning.measurements
 
     @property
     def plan(self) -> Plan:
@@ -106,7 +107,7 @@ class Controller:
         if plan is Action.COMPRESS:
             raise UsageError("compression is not available yet; force store or recompute")
         self._forced = plan
-        self._baseline.abort()  # an update that is not all-R from end to end tells nothing
+        self.learning.disturbed()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -122,7 +123,7 @@ class Controller:
 
     @contextmanager
     def _bypassing(self, bypass: Bypass, function: Checkpoint | None) -> Iterator[None]:
-        self._baseline.abort()
+        self.learning.disturbed()
         before = self._bypass, self._host_checkpoint
         self._bypass, self._host_checkpoint = bypass, function
         try:
@@ -184,7 +185,8 @@ class Controller:
             return result
         call = UnitCall(self.context, unit, unit_class, action, inputs)
         batch.calls.append(weakref.ref(call))
-        return call.run(function, args, kwargs)
+        with self.learning.around(unit, action, inputs):
+            return call.run(function, args, kwargs)
 
     def _is_continued(self) -> bool:
         """Whether the microbatch in hand still waits for its backward. A graph that was dropped never gets one."""
@@ -206,34 +208,15 @@ class Controller:
         batch = self.microbatch
         batch.shape = shape
         batch.facts = self._announced.take()
-        batch.plan = self._choose(shape)
-        self.pruner.begin(batch, measuring=self.stage is not Stage.PLANNED and self._forced is None)
-        if self.stage is Stage.MEASURE_R:
-            self.context.timing = self._timed_replay
-            if self.update > 0 and self._forced is None:  # optimizer state exists after the first update
-                self._baseline.begin(shape)
-        elif self.stage is Stage.PLANNED and self._forced is None and self.in_flight <= 1 and not batch.prunes:
-            self._watch.begin(shape)
-
-    def _choose(self, shape: Shape) -> Plan:
-        """The representation of every unit, chosen before it runs (design section 4, first problem)."""
         if isinstance(self._forced, Plan):
-            return self._forced
-        if self._forced is not None:
-            return UniformPlan(action=self._forced)
-        if self.stage is Stage.PLANNED:
-            size = self.parts.planner.planning_shape(shape)
-            return self.parts.planner.plan_for(size, self.measurements.profiles(size))
-        if self.stage is Stage.MEASURE_H:
-            return self._sampling_plan()
-        return Plan()
-
-    def _sampling_plan(self) -> Plan:
-        """Stores the last unit of each class that was never stored: the least memory that tells its bytes."""
-        wanted = frozenset(self.measurements.unmeasured_classes() - self._sampled)
-        self.microbatch.sampled = wanted
-        last = {unit_class: unit for unit, unit_class in self.measurements.roster}
-        return all_units([unit for unit_class, unit in last.items() if unit_class in wanted], Action.STORE)
+            batch.plan = self._forced
+        elif self._forced is not None:
+            batch.plan = UniformPlan(action=self._forced)
+        else:
+            batch.plan = self.learning.choose(batch, shape)
+        self.pruner.begin(batch, measuring=not self.learning.settled and self._forced is None)
+        if self._forced is None:
+            self.learning.begin(batch, shape, measured=self.update > 0)  # the first update makes optimizer state
 
     # -- loss ------------------------------------------------------------------------------------------------------
 
@@ -272,10 +255,7 @@ class Controller:
             return
         self.microbatch.phase = Phase.BACKWARD
         batch = self.microbatch
-        if self.stage is not Stage.PLANNED and self._bypass is Bypass.NONE:
-            self.measurements.note_forward(footprints(batch.alive()))
-        self._baseline.backward_begins()
-        batch.follow(self._watch.backward_begins(self.measurements, batch.plan))
+        self.learning.backward_begins(batch, bypassed=self._bypass is not Bypass.NONE)
 
     def begin_backward(self) -> None:
         """engine.backward was called: coefficients that are known in closed form settle the plan now."""
@@ -293,7 +273,7 @@ class Controller:
         batch, self.microbatch = self.microbatch, Microbatch()
         self.context.settled = True
         self._aside += 1
-        self.in_flight = max(self.in_flight, self._aside)
+        self.learning.in_flight = max(self.learning.in_flight, self._aside)
         return batch
 
     def take_up(self, batch: Microbatch) -> None:
@@ -303,7 +283,7 @@ class Controller:
         self._aside -= 1
         self.context.settled = batch.phase is not Phase.FORWARD
         if self.stage is Stage.MEASURE_R:
-            self.context.timing = self._timed_replay
+            self.learning.time_replays()
 
     # -- after backward --------------------------------------------------------------------------------------------
 
@@ -313,35 +293,19 @@ class Controller:
 
     def _finish_microbatch(self) -> None:
         if self.phase is Phase.BACKWARD:
-            self._baseline.end()
-            self._watch.end(self.measurements, self.microbatch.ran)
-            if self.microbatch.sampled is not None and self.stage is Stage.MEASURE_H:
-                self._sampled |= self.microbatch.sampled
-                if not self.measurements.unmeasured_classes() - self._sampled:
-                    self._calibrate()
+            self.learning.end(self.microbatch)
             self.pruner.end(self.microbatch)
         self.microbatch.phase = Phase.IDLE
         self.context.settled = True
-        self.context.timing = lambda unit: nullcontext()
+        self.learning.quiet()
 
     def end_update(self) -> None:
         """The optimizer has stepped: parameters changed, so what was computed before is out of date."""
         self._finish_microbatch()
         self.parameters_changed()
         self._announced.clear()
-        self.parts.clock.collect()
-        if self.stage is Stage.MEASURE_R and self._forced is None and self.measurements.roster:
-            self._baseline.step_done()
-            if self._baseline.complete:
-                self.stage = Stage.MEASURE_H
+        self.learning.end_update(forced=self._forced is not None)
         self.update += 1
-
-    def _calibrate(self) -> None:
-        baseline = self._baseline.result()
-        profiles = {phase.shape: self.measurements.profiles(phase.shape) for phase in baseline.phases}
-        self.parts.planner.calibrate(baseline, profiles, self.in_flight)
-        self.context.lean_replay = not loss_leads(baseline, profiles)
-        self.stage = Stage.PLANNED
 
     def parameters_changed(self) -> None:
         """Raises the generation: state saved before can no longer be used (optimizer step, loaded weights)."""
@@ -351,9 +315,7 @@ class Controller:
         """An exception left the microbatch unfinished: forget it. Graph and state go with the caller's tensors."""
         self.microbatch.phase = Phase.IDLE
         self.context.settled = True
-        self.context.timing = lambda unit: nullcontext()
-        self._baseline.abort()
-        self._watch.abort()
+        self.learning.abort()
         self.pruner.clear()
         self._announced.restart()
         self.microbatch = Microbatch()
@@ -377,17 +339,8 @@ class Controller:
         return {**self.microbatch.metrics(), "budget_bytes": self.budget_bytes}
 
     def close(self) -> None:
-        self._baseline.abort()
+        self.learning.disturbed()
         self.parts.planner.close()
-
-    # -- observations ----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _timed_replay(self, unit: UnitId) -> Iterator[None]:
-        receive = self.measurements.replay_receiver(unit)
-        started = self.parts.clock.start()
-        yield
-        self.parts.clock.stop(started, receive)
 
     def _note_dead(self, unit_class: str, dead: frozenset[Site]) -> None:
         self.dead[unit_class] = dead

@@ -23,6 +23,7 @@ class Stage(Enum):
 
     MEASURE_R = "measure_r"
     MEASURE_H = "measure_h"
+    TRIAL = "trial"
     PLANNED = "planned"
 
 
@@ -42,6 +43,7 @@ class ControllerParts:
         unit_names: path and class label of every unit module.
         scale: what a gradient carries on top of omega right now; told whether it has passed the engine's outputs.
         replay_only: function-style units (their module, or None) that may not be stored.
+        trial_microbatches: how many run all-R and as planned in turn before plans are followed for good.
         roles: what the arguments of a unit mean, for pruning; None where nothing is to be pruned.
     """
 
@@ -52,4 +54,5 @@ class ControllerParts:
     clock: Clock
     scale: Callable[[bool], GradientScale]
     replay_only: Callable[[nn.Module | None], bool] = lambda module: False
+    trial_microbatches: int = 0
     roles: RolesOf | None = None

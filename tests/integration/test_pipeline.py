@@ -44,7 +44,7 @@ def compared(
         "ran": ran,
         "gradients": len(expected),
         "norm": min(float(g.norm()) for g in expected.values()),
-        "in_flight": ours.hilore.in_flight,
+        "in_flight": ours.hilore.learning.in_flight,
         "units": [path for path, _ in ours.hilore.parts.unit_names.values()],
     }
 

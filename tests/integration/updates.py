@@ -30,7 +30,11 @@ def build(family: str = "llama", adapters: bool = True, dtype: str = "float32") 
 
 
 def hilore_engine(model: nn.Module, settings: dict[str, Any], **block: Any) -> Any:
-    """An engine from `ds_hilore.initialize`, with the trainable parameters of the model."""
+    """An engine from `ds_hilore.initialize`, with the trainable parameters of the model.
+
+    Without a trial, unless told otherwise: on models this small it would measure noise, and plans would be chance.
+    """
+    block = {"planner": {"trial_microbatches": 0}} | block
     trainable = [p for p in model.parameters() if p.requires_grad]
     made, *_ = ds_hilore.initialize(
         model=model, model_parameters=trainable, config=settings | {"hilore": ANY_BUDGET | block}

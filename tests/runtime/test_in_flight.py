@@ -55,7 +55,7 @@ def test_each_microbatch_keeps_its_plan_and_gradients_are_exact(schedule: str) -
     pipe.run(schedule, before_forward=lambda number: rig.controller.force(plans[number]))
     assert pipe.actions == ["HHH", "RRR", "HHH", "RRR"][: len(pipe.actions)]
     count = schedule.count("F")
-    assert rig.controller.in_flight == max(
+    assert rig.controller.learning.in_flight == max(
         schedule[:end].count("F") - schedule[:end].count("B") for end in range(len(schedule))
     )
     assert all(
@@ -66,7 +66,7 @@ def test_each_microbatch_keeps_its_plan_and_gradients_are_exact(schedule: str) -
 def test_a_plain_run_has_one_in_flight() -> None:
     rig = Rig()
     rig.update()
-    assert rig.controller.in_flight == 1
+    assert rig.controller.learning.in_flight == 1
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -107,7 +107,7 @@ def test_the_measured_peak_is_that_of_the_fullest_moment(schedule: str, most: in
     pipe = Pipe(rig, meter.hold)
     pipe.run(schedule)
     pipe.run(schedule)
-    baseline = rig.controller._baseline.result()
+    baseline = rig.controller.learning.baseline.result()
     assert baseline.peak_bytes == most
     assert {(phase.forward, phase.loss, phase.backward) for phase in baseline.phases} == {(most, most, most)}
     assert len(baseline.phases) == schedule.count("F") - most // 100 + 1
@@ -120,5 +120,5 @@ def test_after_an_abort_nothing_is_open() -> None:
     rig.forward(1)
     rig.controller.abort()
     Pipe(rig).run("FBFB")
-    assert rig.controller.in_flight == 1
+    assert rig.controller.learning.in_flight == 1
     assert same(rig.gradients(), rig.expected(rig.plain(0), rig.plain(1)))

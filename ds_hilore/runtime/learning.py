@@ -1,0 +1,170 @@
+"""How a run learns what its units cost, and then follows plans: what each stage does with a microbatch.
+
+    MEASURE_R  every unit is replayed, in two updates: the second has optimizer state, its peak is "1.0x"
+    MEASURE_H  one unit of each class is stored, for one microbatch: the least memory that tells its bytes
+    TRIAL      a few microbatches run all-R and as planned in turn (trial.py)
+    PLANNED    plans are followed, and peaks watched where that costs nothing (watch.py)
+
+Each rank goes through the stages for itself: a rank may lack a class of units.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from ds_hilore.core.types import Action, Plan, Shape, UnitId
+from ds_hilore.profiling.measure import Measurements
+from ds_hilore.recovery.inputs import UnitInputs
+from ds_hilore.recovery.unit import RecoveryContext
+from ds_hilore.runtime.baseline import BaselineMeter
+from ds_hilore.runtime.budget import all_units, loss_leads
+from ds_hilore.runtime.microbatch import Microbatch, footprints
+from ds_hilore.runtime.parts import ControllerParts, Stage
+from ds_hilore.runtime.trial import Trial
+from ds_hilore.runtime.watch import PeakWatch
+
+_log = logging.getLogger(__name__)
+
+
+class Learning:
+    """The stages of one controller. Told of every microbatch that is not forced or bypassed.
+
+    Attributes:
+        stage: how far it is.
+        measurements: what was found of the units.
+        in_flight: most microbatches whose state was held at once.
+    """
+
+    def __init__(self, parts: ControllerParts, context: RecoveryContext) -> None:
+        self.stage = Stage.MEASURE_R
+        self.measurements = Measurements()
+        self.in_flight = 1
+        self.baseline = BaselineMeter(parts.meter)
+        self._parts = parts
+        self._context = context
+        self._watch = PeakWatch(parts.meter, parts.planner)
+        self._trial = Trial(parts.clock, self.measurements, parts.trial_microbatches)
+        self._sampled: set[str] = set()  # classes that were stored once, or would not be
+
+    @property
+    def settled(self) -> bool:
+        """Whether microbatches follow plans, in a trial or for good."""
+        return self.stage in (Stage.TRIAL, Stage.PLANNED)
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def choose(self, batch: Microbatch, shape: Shape) -> Plan:
+        """The representation of every unit, chosen before it runs (design section 4, first problem)."""
+        if self.stage is Stage.MEASURE_H:
+            return self._sampling_plan(batch)
+        if self.stage is Stage.MEASURE_R or (self.stage is Stage.TRIAL and self._trial.replays):
+            return Plan()
+        planner = self._parts.planner
+        size = planner.planning_shape(shape)
+        plan = planner.plan_for(size, self.measurements.profiles(size))
+        if self.stage is Stage.TRIAL and not plan.count(Action.STORE):
+            self._end_trial()  # both kinds of its microbatches would be the same
+        return plan
+
+    def _sampling_plan(self, batch: Microbatch) -> Plan:
+        """Stores the last unit of each class that was never stored."""
+        wanted = frozenset(self.measurements.unmeasured_classes() - self._sampled)
+        batch.sampled = wanted
+        last = {unit_class: unit for unit, unit_class in self.measurements.roster}
+        return all_units([unit for unit_class, unit in last.items() if unit_class in wanted], Action.STORE)
+
+    def begin(self, batch: Microbatch, shape: Shape, measured: bool) -> None:
+        """The first unit of a microbatch is about to run, as `choose` has it.
+
+        Args:
+            measured: its peak may become "1.0x": there is optimizer state.
+        """
+        if self.stage is Stage.MEASURE_R:
+            self.time_replays()
+            if measured:
+                self.baseline.begin(shape)
+        elif self.stage is Stage.TRIAL and not batch.prunes:
+            self._context.watch = self._trial.unpacked
+            self._trial.begin(shape)
+        elif self.stage is Stage.PLANNED and self.in_flight <= 1 and not batch.prunes:
+            self._watch.begin(shape)
+
+    def around(self, unit: UnitId, action: Action, inputs: UnitInputs) -> AbstractContextManager[None]:
+        """Around the forward of a unit."""
+        return self._trial.forward_of(unit, action, inputs.shape) if self.stage is Stage.TRIAL else nullcontext()
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def time_replays(self) -> None:
+        """Replays from now on are timed, until the microbatch ends."""
+        self._context.timing = self._timed_replay
+
+    @contextmanager
+    def _timed_replay(self, unit: UnitId) -> Iterator[None]:
+        receive = self.measurements.replay_receiver(unit)
+        started = self._parts.clock.start()
+        yield
+        self._parts.clock.stop(started, receive)
+
+    def backward_begins(self, batch: Microbatch, bypassed: bool) -> None:
+        """Forward and loss are over; the final plan is about to be applied."""
+        if not self.settled and not bypassed:
+            self.measurements.note_forward(footprints(batch.alive()))
+        self.baseline.backward_begins()
+        batch.follow(self._watch.backward_begins(self.measurements, batch.plan))
+
+    def end(self, batch: Microbatch) -> None:
+        """The backward of a microbatch is over."""
+        self.baseline.end()
+        self._watch.end(self.measurements, batch.ran)
+        self._trial.end()
+        if batch.sampled is not None and self.stage is Stage.MEASURE_H:
+            self._sampled |= batch.sampled
+            if not self.measurements.unmeasured_classes() - self._sampled:
+                self._calibrate()
+
+    def quiet(self) -> None:
+        """No microbatch is in hand: nothing is timed."""
+        self._context.timing = lambda unit: nullcontext()
+        self._context.watch = None
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+
+    def end_update(self, forced: bool) -> None:
+        """The optimizer has stepped."""
+        self._parts.clock.collect()
+        if self.stage is Stage.MEASURE_R and not forced and self.measurements.roster:
+            self.baseline.step_done()
+            if self.baseline.complete:
+                self.stage = Stage.MEASURE_H
+        elif self.stage is Stage.TRIAL and self._trial.over:
+            self._end_trial()
+
+    def _calibrate(self) -> None:
+        baseline = self.baseline.result()
+        profiles = {phase.shape: self.measurements.profiles(phase.shape) for phase in baseline.phases}
+        self._parts.planner.calibrate(baseline, profiles, self.in_flight)
+        self._context.lean_replay = not loss_leads(baseline, profiles)
+        # Of several microbatches in flight, backwards do not follow their own forwards: nothing could be told apart.
+        self.stage = Stage.TRIAL if self._trial.microbatches and self.in_flight <= 1 else Stage.PLANNED
+
+    def _end_trial(self) -> None:
+        self.stage = Stage.PLANNED
+        self._context.watch = None
+        if self._trial.over:
+            verdict = self._trial.verdict()
+            self._parts.planner.replan()
+            _log.info("hilore (rank %d): %s", self._parts.rank, verdict)
+
+    def disturbed(self) -> None:
+        """Something else than the stage's own runs now: what is being measured tells nothing."""
+        self.baseline.abort()
+
+    def abort(self) -> None:
+        """The microbatch in hand failed."""
+        self.quiet()
+        self.baseline.abort()
+        self._watch.abort()
+        self._trial.abort()
