@@ -34,6 +34,7 @@ from ds_hilore.integration.pipeline import (
     pipeline_units,
     refuse_pipeline,
 )
+from ds_hilore.integration.profile_key import profile_fingerprint
 from ds_hilore.integration.refusals import (
     refuse_engine,
     refuse_model,
@@ -44,6 +45,8 @@ from ds_hilore.integration.zero3 import leaf_units
 from ds_hilore.memory.meter import peak_meter
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.profiling.clock import clock_for
+from ds_hilore.profiling.layout import StoredProfile
+from ds_hilore.profiling.store import ProfileStore
 from ds_hilore.runtime.budget import RankPlanner
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import claim
@@ -156,11 +159,29 @@ def attach(
         scale = EngineScale(engine)
         controller = _controller(engine, config, units, plane.rank, plane.world_size, scale)
         on_failure.callback(controller.close)
+        _keep_profile(engine, config, controller, plane.rank)
         (PipelineHost if pipeline else AttachedHost)(engine, controller, plane, units, scale).apply()
         on_failure.pop_all()
     _say_start(engine, config, units, notes or [], plane.rank)
     claim(controller)
     return controller
+
+
+def _keep_profile(engine: Any, config: HiLoReConfig, controller: Controller, rank: int) -> None:
+    """What an earlier run of this setting has measured is taken over; what this one measures is stored, by one rank
+    for all that measure the same."""
+    key = profile_fingerprint(
+        engine.module,
+        zero_stage=engine.zero_optimization_stage(),
+        world_size=engine.world_size,
+        loss_path="any",  # the loss is no unit
+        device=torch.device(engine.device),
+    )
+    stage = getattr(engine, "stage_id", None)
+    store = ProfileStore(config.profile.path, key, "all" if stage is None else f"stage{stage}")
+    controller.learning.known = isinstance(store.restore(controller.measurements), StoredProfile)
+    if rank == 0 or getattr(engine, "stage_id", 0) > 0:
+        controller.learning.learnt = store.save
 
 
 def _agreed_plane(model: nn.Module, config: HiLoReConfig, ds: Mapping[str, Any], units: Units) -> ControlPlane:

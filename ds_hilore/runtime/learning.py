@@ -11,7 +11,7 @@ Each rank goes through the stages for itself: a rank may lack a class of units.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
@@ -35,12 +35,16 @@ class Learning:
         stage: how far it is.
         measurements: what was found of the units.
         in_flight: most microbatches whose state was held at once.
+        known: the measurements were those of an earlier run before the first microbatch.
+        learnt: told of the measurements once they are complete.
     """
 
     def __init__(self, parts: ControllerParts, context: RecoveryContext) -> None:
         self.stage = Stage.MEASURE_R
         self.measurements = Measurements()
         self.in_flight = 1
+        self.known = False
+        self.learnt: Callable[[Measurements], object] = lambda measurements: None
         self.baseline = BaselineMeter(parts.meter)
         self._parts = parts
         self._context = context
@@ -139,6 +143,9 @@ class Learning:
             self.baseline.step_done()
             if self.baseline.complete:
                 self.stage = Stage.MEASURE_H
+                if self.known and not self.measurements.unmeasured_classes():
+                    self._calibrate()
+                    self.stage = Stage.PLANNED
         elif self.stage is Stage.TRIAL and self._trial.over:
             self._end_trial()
 
@@ -149,6 +156,8 @@ class Learning:
         self._context.lean_replay = not loss_leads(baseline, profiles)
         # Of several microbatches in flight, backwards do not follow their own forwards: nothing could be told apart.
         self.stage = Stage.TRIAL if self._trial.microbatches and self.in_flight <= 1 else Stage.PLANNED
+        if self.stage is Stage.PLANNED:
+            self.learnt(self.measurements)
 
     def _end_trial(self) -> None:
         self.stage = Stage.PLANNED
@@ -157,6 +166,7 @@ class Learning:
             verdict = self._trial.verdict()
             self._parts.planner.replan()
             _log.info("hilore (rank %d): %s", self._parts.rank, verdict)
+        self.learnt(self.measurements)
 
     def disturbed(self) -> None:
         """Something else than the stage's own runs now: what is being measured tells nothing."""
