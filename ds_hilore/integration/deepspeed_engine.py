@@ -21,6 +21,7 @@ from ds_hilore.core.config import HiLoReConfig, RankBudgets
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.host_rules import check_against_ds_json
+from ds_hilore.integration.architecture import rates_by_class
 from ds_hilore.integration.control_plane import control_plane
 from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
 from ds_hilore.integration.gradient_scale import EngineScale
@@ -40,12 +41,15 @@ from ds_hilore.integration.refusals import (
     refuse_model,
 )
 from ds_hilore.integration.roles import decoder_layer_roles
+from ds_hilore.integration.transformers import pretrained_models
 from ds_hilore.integration.units import Units, find_units
 from ds_hilore.integration.zero3 import leaf_units
 from ds_hilore.memory.meter import peak_meter
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.profiling.clock import clock_for
+from ds_hilore.profiling.cost_model import DeviceSpeed
 from ds_hilore.profiling.layout import StoredProfile
+from ds_hilore.profiling.measure import UnitRates
 from ds_hilore.profiling.store import ProfileStore
 from ds_hilore.runtime.budget import RankPlanner
 from ds_hilore.runtime.controller import Controller
@@ -159,12 +163,27 @@ def attach(
         scale = EngineScale(engine)
         controller = _controller(engine, config, units, plane.rank, plane.world_size, scale)
         on_failure.callback(controller.close)
+        _know_proportions(engine, controller)
         _keep_profile(engine, config, controller, plane.rank)
         (PipelineHost if pipeline else AttachedHost)(engine, controller, plane, units, scale).apply()
         on_failure.pop_all()
     _say_start(engine, config, units, notes or [], plane.rank)
     claim(controller)
     return controller
+
+
+#: What a device reaches in practice, to a power of ten: measured seconds set the scale, these only the proportions of
+#: products to traffic.
+_ANY_DEVICE = {"cpu": DeviceSpeed(1e11, 1e10), "cuda": DeviceSpeed(3e14, 3e12)}
+
+
+def _know_proportions(engine: Any, controller: Controller) -> None:
+    """How bytes and seconds of the units grow with tokens and length, by arithmetic, until several shapes were seen."""
+    speed = _ANY_DEVICE.get(torch.device(engine.device).type, _ANY_DEVICE["cuda"])
+    rates: dict[str, UnitRates] = {}
+    for model in pretrained_models(engine.module):
+        rates |= rates_by_class(model, controller.parts.unit_names, speed)
+    controller.measurements.rates = rates
 
 
 def _keep_profile(engine: Any, config: HiLoReConfig, controller: Controller, rank: int) -> None:
