@@ -106,7 +106,7 @@ def _read_stage_1_and_2(reader: _Reader, optimizer: Any) -> None:
     host = _place(optimizer.cpu_offload)
     for bucket in optimizer.ipg_buckets.values():
         reader.take(Item.BUCKETS, bucket.buffer)
-    reader.take(Item.PARTITION, [optimizer.grads_in_partition])
+    reader.take(Item.PARTITION, [getattr(optimizer, "grads_in_partition", None)])
     for by_group in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
         for gradients in by_group.values():
             reader.take(Item.PARTITION, [getattr(gradients, "flat_partition", None), *(gradients or ())])

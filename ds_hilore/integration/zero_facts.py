@@ -49,6 +49,7 @@ def facts_of(engine: Any, *, stepped: bool | None = None) -> ZeroFacts:
         max_reuse_distance=int(zero.max_reuse_distance),
         prefetch_bucket=int(zero.prefetch_bucket_size),
         sub_group=int(zero.sub_group_size),
+        containers=_containers(engine.module),
         lazy_pages=torch.device(engine.device).type == "cpu",
         stepped=engine.global_steps > 0 if stepped is None else stepped,
         unknown=(*unnamed, *_unknown_settings(engine)),
@@ -79,10 +80,18 @@ def _parameters(engine: Any) -> tuple[Parameter, ...]:
                 trainable=p.requires_grad,
                 element_bytes=(p if stored is None else stored).element_size(),
                 module=name.rpartition(".")[0] if leaf is None else names[leaf],
+                leaf=leaf is not None,
                 group=groups.get(id(p), 0),
             )
         )
     return tuple(found)
+
+
+def _containers(model: nn.Module) -> int:
+    """Modules around the first parameter, its own module aside; lists of modules are never called."""
+    name, _ = next(iter(model.named_parameters()))
+    around = ["", *(name[:i] for i, letter in enumerate(name) if letter == ".")][:-1]
+    return sum(1 for path in around if not isinstance(model.get_submodule(path), nn.ModuleList))
 
 
 def optimizer_facts(optimizer: Any) -> tuple[OptimizerFacts, tuple[str, ...]]:

@@ -193,7 +193,7 @@ def _partitioned(f: ZeroFacts) -> Iterator[Entry]:
 def _staging(f: ZeroFacts, groups: tuple[FlatGroup, ...], partition: int) -> Iterator[Entry]:
     """Source: DeepSpeedZeroOptimizer.__init__, async_accumulate_grad_in_cpu_via_gpu."""
     element, largest = _element_bytes(f.trainable), max((p.numel for p in f.trainable), default=0)
-    accumulates = f.stage == 2 and f.accumulation > 1
+    accumulates = f.stage == 2 and f.accumulation > 1 and not _compact(f)
     yield Entry(Item.STAGING, partition * element, Place.HOST)
     if not f.lazy_pages:
         yield Entry(Item.STAGING, largest * element, Place.HOST)
@@ -252,9 +252,9 @@ def _gradients_of_stage_1(f: ZeroFacts, groups: tuple[FlatGroup, ...]) -> Iterat
         moments = _REDUCE if f.lazy_pages else _carried(f) | _BACKWARD | _REDUCE
         yield Entry(Item.BUCKETS, bucket, moments=moments)
     owned = 0 if f.offload_optimizer and not _compact(f) else _owned(f, groups)
-    yield Entry(
-        Item.REDUCED, max(0, _reduce_peak(f, element, owned) - (bucket if f.lazy_pages else 0)), moments=_REDUCE
-    )
+    yield Entry(Item.PARTITION, owned, moments=_REDUCE)
+    besides = _reduce_peak(f, element, owned) - owned - (bucket if f.lazy_pages else 0)
+    yield Entry(Item.REDUCED, max(0, besides), moments=_REDUCE)
 
 
 def _reduce_peak(f: ZeroFacts, element: int, owned: int) -> int:
@@ -341,7 +341,8 @@ def _gradients_of_stage_3(f: ZeroFacts, element: int) -> Iterator[Entry]:
         held = _written(f, _numel(f.trainable)) * f.communication_bytes
         yield Entry(Item.BUCKETS, held, moments=_lasting(f))
     of_units = [sum(p.numel for p in module if p.trainable) for module in f.modules().values()]
-    yield Entry(Item.GRADIENTS, max(of_units, default=0) * element, moments=passing)
+    # A unit's wait for the begin of the next backward, and those of the modules between them come meanwhile.
+    yield Entry(Item.GRADIENTS, sum(sorted(of_units)[-2:]) * element, moments=passing)
     converted = _filling(f) * f.communication_bytes if f.communication_bytes != element else 0
     yield Entry(Item.REDUCED, _filling(f) * f.communication_bytes + converted, moments=passing)
 

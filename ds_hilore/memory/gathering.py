@@ -9,7 +9,6 @@ recorded.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,9 +29,7 @@ def gathered_bytes(facts: ZeroFacts) -> Gathered:
     """What a microbatch gathers; persistent parameters aside, which stay."""
     if facts.world_size == 1 and not facts.offload_parameters:
         return Gathered(0, 0, 0, 0)  # a whole shard is a view of itself
-    persistent = {id(p) for p in facts.persists()}
-    wanted = [tuple(p for p in module if id(p) not in persistent) for module in facts.modules().values()]
-    return _Walk(facts, [module for module in wanted if module]).run()
+    return _Walk(facts, list(facts.modules().values()), {id(p) for p in facts.persists()}).run()
 
 
 @dataclass
@@ -45,6 +42,9 @@ class _Walk:
 
     facts: ZeroFacts
     modules: list[tuple[Parameter, ...]]
+    persistent: set[int]  # ids; they are there, and part of all distances
+    queue: list[Parameter] = field(default_factory=list)  # parameters in the order of their use
+    position: int = 0  # in the queue; what is before it has been fetched
     whole: dict[int, int] = field(default_factory=dict)  # id -> bytes
     in_flight: dict[int, list[Parameter]] = field(default_factory=dict)  # id -> parameters fetched with it
     whole_bytes: int = 0
@@ -53,13 +53,23 @@ class _Walk:
     highest_with_copies: int = 0
 
     def run(self) -> Gathered:
-        order = [*range(len(self.modules)), *reversed(range(len(self.modules)))]
-        queue = deque(p for module in order for p in self.modules[module])
+        count = len(self.modules)
+        trained = (number for number, module in enumerate(self.modules) if any(p.trainable for p in module))
+        # Nothing before the first trained module has a backward: a frozen embedding, for one.
+        order = [*range(count), *reversed(range(next(trained, count), count))]
+        self.queue = [p for module in order for p in self.modules[module]]
         seen: list[tuple[int, int]] = []
+        reached = 0
         for step, module in enumerate(order):
-            self._fetch(self.modules[module], queue)
+            if step in (0, count):  # modules around all others come first, in backward too, and fetch ahead
+                for _ in range(self.facts.containers):
+                    self._fetch_ahead()
+            self._fetch(self.modules[module])
+            reached += len(self.modules[module])
+            self.position = max(self.position, reached)
+            self._fetch_ahead()
             self._release(order, step)
-            if step + 1 in (len(self.modules), len(order)):
+            if step + 1 in (count, len(order)):
                 seen.append((self.highest, self.highest_with_copies))
                 self.highest, self.highest_with_copies = self.whole_bytes, self.whole_bytes + self.flat
         forward, backward = seen[0], seen[-1]
@@ -69,29 +79,33 @@ class _Walk:
         self.highest = max(self.highest, self.whole_bytes)
         self.highest_with_copies = max(self.highest_with_copies, self.whole_bytes + self.flat)
 
+    def _is_missing(self, p: Parameter) -> bool:
+        return not (id(p) in self.whole or id(p) in self.in_flight or id(p) in self.persistent)
+
     def _submit(self, parameters: Sequence[Parameter]) -> None:
-        missing = [p for p in parameters if id(p) not in self.whole and id(p) not in self.in_flight]
+        missing = [p for p in parameters if self._is_missing(p)]
         for p in missing:
             self.in_flight[id(p)] = missing
         self.flat += sum(p.bytes for p in missing)
         self._note()
 
-    def _fetch(self, module: tuple[Parameter, ...], queue: deque[Parameter]) -> None:
+    def _fetch(self, module: tuple[Parameter, ...]) -> None:
         self._submit(module)
         for p in module:
             group = self.in_flight.get(id(p))
             if group is not None:
                 self._arrive(group)
+
+    def _fetch_ahead(self) -> None:
+        """Takes what comes next until it is enough; what is there already counts for nothing."""
         if not self.facts.stepped:
             return
-        for _ in module:
-            if queue:
-                queue.popleft()
         ahead: dict[int, Parameter] = {}
         numel = 0
-        while queue and numel < self.facts.prefetch_bucket:
-            p = queue.popleft()
-            if id(p) not in self.whole and id(p) not in self.in_flight and id(p) not in ahead:
+        while self.position < len(self.queue) and numel < self.facts.prefetch_bucket:
+            p = self.queue[self.position]
+            self.position += 1
+            if self._is_missing(p) and id(p) not in ahead:
                 ahead[id(p)] = p
                 numel += p.numel
         self._submit(list(ahead.values()))
@@ -109,15 +123,25 @@ class _Walk:
             del self.in_flight[id(p)]
 
     def _release(self, order: list[int], step: int) -> None:
-        """Source: PartitionedParameterCoordinator.__params_to_release."""
+        """Source: PartitionedParameterCoordinator.__params_to_release.
+
+        It looks into the modules ahead as deeply as the module released is gathered: from a leaf module it sees the
+        model around, first in backward, with all its parameters; from any other it sees no parameters of leaf modules.
+        """
+        module = self.modules[order[step]]
+        leaf = module[0].leaf
         kept: set[int] = set()
-        if self.facts.stepped:
-            traversed = 0
-            for module in order[step + 1 :]:
-                if traversed >= self.facts.max_reuse_distance:
-                    break
-                kept.update(id(p) for p in self.modules[module])
-                traversed += sum(p.numel for p in self.modules[module])
-        for p in self.modules[order[step]]:
+        traversed = 0
+        for later in range(step + 1, len(order)) if self.facts.stepped else ():
+            if traversed >= self.facts.max_reuse_distance:
+                break
+            if leaf and later == len(self.modules):
+                kept.update(id(p) for p in module)
+                break
+            ahead = self.modules[order[later]]
+            if leaf or not ahead[0].leaf:
+                kept.update(id(p) for p in ahead)
+                traversed += sum(p.numel for p in ahead)
+        for p in module:
             if id(p) not in kept:
                 self.whole_bytes -= self.whole.pop(id(p), 0)

@@ -37,6 +37,7 @@ class Parameter:
         trainable: it has a gradient.
         element_bytes: of its dtype.
         module: what ZeRO-3 gathers it with: the recovery unit it lies in, else its own module.
+        leaf: that module is a ZeRO-3 leaf, as recovery units are.
         group: parameter group of the optimizer.
     """
 
@@ -44,6 +45,7 @@ class Parameter:
     trainable: bool = True
     element_bytes: int = _FP32
     module: str = ""
+    leaf: bool = False
     group: int = 0
 
     @property
@@ -87,6 +89,7 @@ class ZeroFacts:
         offload_optimizer, offload_parameters: to the host.
         persistence_threshold, model_persistence_threshold, max_reuse_distance, prefetch_bucket, sub_group: ZeRO-3's, in
             elements.
+        containers: modules around all others, without parameters of their own (ZeRO-3 fetches ahead at each).
         lazy_pages: the device is the CPU: memory that nothing was written to costs nothing, so a bucket is as large as
             its filling; and what is offloaded stays in the same memory.
         stepped: an update is behind, so optimizer state exists and persistent parameters are whole.
@@ -118,6 +121,7 @@ class ZeroFacts:
     max_reuse_distance: int = 1_000_000_000
     prefetch_bucket: int = 50_000_000
     sub_group: int = 1_000_000_000
+    containers: int = 2
     lazy_pages: bool = False
     stepped: bool = True
     unknown: tuple[str, ...] = ()
