@@ -23,6 +23,7 @@ _IN_CODE = (
     Limit("Domino layers", "ordinary layers with ZeRO"),
     Limit("DualPipeV; tensor parallelism inside of pipeline stages", "a PipelineModule of pipe and data axes only"),
     Limit("Pruning in a pipeline, and going on after an exception in train_batch", "a restart from a checkpoint"),
+    Limit("Pruning of units with a router, dropout or cu_seqlens", "none needed: they are replayed whole"),
     Limit("no_sync on ZeRO-2 and ZeRO-3", "gradient_accumulation_steps"),
     Limit("A second backward over one forward", "retain_graph=True in the first"),
 )
