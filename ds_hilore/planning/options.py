@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ds_hilore.core.errors import UsageError
@@ -49,7 +50,8 @@ def options_of(
 
     Args:
         prepared_name: the variant prepared in forward, or None before forward.
-        allowed: names that the unit may have, or None for all.
+        allowed: names that the unit may have, or None for all. Of those, the prepared variant may stay what it is or
+            become one of a lower kind of the lattice.
         exposure: E_u.
 
     Raises:
@@ -58,11 +60,12 @@ def options_of(
     prepared = None
     if allowed is not None or prepared_name is not None:
         prepared = _named(unit, allowed, prepared_name)
-    variants = [
-        variant
-        for variant in unit.variants
-        if (allowed is None or variant.name in allowed) and (prepared is None or _reachable(prepared, variant))
-    ]
+    variants: Sequence[Variant] = unit.variants
+    if allowed is not None:
+        variants = [variant for variant in variants if variant.name in allowed]
+    if prepared is not None:
+        below = LATTICE[prepared.action]
+        variants = [v for v in variants if v.action in below and (v.action is not prepared.action or v is prepared)]
     if not variants:
         raise UsageError(f"unit {unit.unit} has no variant left: prepared {prepared_name}, allowed {allowed}")
     return tuple([_option(unit, variant, prepared, exposure, linear_risk) for variant in variants])
@@ -120,13 +123,6 @@ def validate_unit(unit: UnitProfile) -> None:
             raise UsageError(f"unit {unit.unit}, variant {v.name}: seconds must be finite, risk finite and >= 0")
         if v.risk and v.action is not Action.COMPRESS:
             raise UsageError(f"unit {unit.unit}, variant {v.name}: {v.action.value} is exact, so its risk must be 0")
-
-
-def _reachable(prepared: Variant, variant: Variant) -> bool:
-    """Whether `prepared` can still become `variant`: itself, or a lower kind of the lattice."""
-    if variant.action is prepared.action:
-        return variant.name == prepared.name
-    return variant.action in LATTICE[prepared.action]
 
 
 def _option(
