@@ -17,8 +17,12 @@ from ds_hilore.codecs.grid import Grid, Scratch
 PIECE = 64
 
 
-def encode(sheet: Tensor, code_dtype: torch.dtype, widen: Callable[[Tensor, Tensor], object]) -> Encoded:
-    """Encodes rows [R, L] in one pass over memory. `widen(codes, into)` gives what codes stand for, as float32."""
+#: Writes a conversion of the first argument into the second.
+Conversion = Callable[[Tensor, Tensor], object]
+
+
+def encode(sheet: Tensor, code_dtype: torch.dtype, narrow: Conversion, widen: Conversion) -> Encoded:
+    """Encodes rows [R, L] in one pass over memory: `narrow` makes codes of float32 values, `widen` the reverse."""
     rows, length = sheet.shape
     grid = Grid(rows, length, PIECE)
     codes_RL = sheet.new_empty(rows, length, dtype=code_dtype)
@@ -27,7 +31,8 @@ def encode(sheet: Tensor, code_dtype: torch.dtype, widen: Callable[[Tensor, Tens
     for part in grid.parts(sheet.device):
         values_RGg = scratch.load("values", sheet, part)
         rows_of_part = values_RGg.shape[0]
-        codes = scratch.groups("codes", part, code_dtype).copy_(values_RGg)
+        codes = scratch.groups("codes", part, code_dtype)
+        narrow(values_RGg, codes)
         width = part.columns.stop - part.columns.start
         codes_RL[part.rows, part.columns] = codes.view(rows_of_part, -1)[:, :width]
         nearest_RGg, wide_RGg = scratch.groups("nearest", part), scratch.groups("wide", part, torch.float64)

@@ -37,10 +37,10 @@ class Fp8E4M3(GroupedCodec):
 
 
 class UnscaledFp8E4M3(Codec):
-    """Error: 2^-4 of the value, at least 2^-10. For |value| <= 464: beyond, the payload is `nonfinite` (rule C6)."""
+    """Error: 2^-4 of the value, at least 2^-10; beyond 448, values become 448."""
 
     def error_bound(self, tensor: Tensor) -> Tensor:
-        return with_rounding(tensor, _half_step(tensor, 1.0))
+        return with_rounding(tensor, torch.maximum(_half_step(tensor, 1.0), tensor.double().abs() - reference.LARGEST))
 
     def _reference(self) -> Twin:
         return reference

@@ -23,10 +23,10 @@ WITHOUT_COPY_OF_SIGN = ~(1 << 14)
 
 
 def encode(sheet: Tensor, group: int | None) -> Encoded:
-    """See `Twin.encode`. Without a group, codes are the rounded values, and the one factor is NaN if any overflows."""
+    """See `Twin.encode`. Without a group, codes are the rounded values; the one factor is NaN if any is not finite."""
     if group is not None:
         return scaled.encode(sheet, group, LARGEST, torch.float8_e4m3fn, _round)
-    encoded = plain.encode(sheet, torch.float8_e4m3fn, _widen)
+    encoded = plain.encode(sheet, torch.float8_e4m3fn, _saturated, _widen)
     return Encoded(encoded.codes, usable_factor(encoded.partials), encoded.partials)
 
 
@@ -42,6 +42,11 @@ def _round(units_RGg: Tensor, nearest_RGg: Tensor, scratch: Scratch, part: Part)
     codes_RGg = scratch.groups("codes", part, torch.float8_e4m3fn).copy_(units_RGg)
     _widen(codes_RGg, nearest_RGg)
     return codes_RGg
+
+
+def _saturated(values: Tensor, into: Tensor) -> None:
+    """Rounds `values`, at most to 448 (what the conversion itself does beyond 464 depends on torch's version)."""
+    into.copy_(values.clamp(-LARGEST, LARGEST))
 
 
 def _widen(codes: Tensor, into: Tensor) -> None:
