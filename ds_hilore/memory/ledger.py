@@ -121,6 +121,26 @@ class Account:
         fullest = max(Moment, key=lambda moment: self.at(moment, place))
         return fullest, self.at(fullest, place)
 
+    def planning_bases(self) -> tuple[int, int, int]:
+        """What the planner's forward, loss and backward rows start from, without a run; loss workspace aside.
+
+        Gradients are in it, so the units of that problem have `grad_bytes` 0.
+        """
+        return self.at(Moment.FORWARD), self.at(Moment.LOSS), self.at(Moment.BACKWARD)
+
+    def update_peak(self, microbatch_peak_bytes: int, level_bytes: int | None = None) -> int:
+        """Peak of a whole update, given that of its fullest microbatch (a plan's), and the levels of REDUCE and STEP.
+
+        Args:
+            level_bytes: measured level at rest; default: that of the account.
+        """
+        rest = self.at(Moment.REST) if level_bytes is None else level_bytes
+        return max(microbatch_peak_bytes, *(rest + self.rise(moment) for moment in (Moment.REDUCE, Moment.STEP)))
+
+    def at_level(self, level_bytes: int) -> Account:
+        """The account with everything else that a measured level at rest holds as one more line."""
+        return self.with_entries([Entry(Item.PROCESS, max(0, level_bytes - self.at(Moment.REST)))])
+
     def with_entries(self, entries: Iterable[Entry]) -> Account:
         return replace(self, entries=(*self.entries, *entries))
 
@@ -154,9 +174,16 @@ class Account:
         return entry.place is place or (self.device_is_host and place is Place.DEVICE)
 
 
-def unit_entries(held_bytes: int, workspace_bytes: int) -> tuple[Entry, ...]:
-    """What a plan adds: state kept until backward, and the largest workspace of one unit's backward."""
+def workload(held_bytes: int, loss_bytes: int, workspace_bytes: int) -> tuple[Entry, ...]:
+    """What a microbatch adds.
+
+    Args:
+        held_bytes: kept by the units until their backward.
+        loss_bytes: logits, or their chunks, and their gradients; there when the backward begins, too.
+        workspace_bytes: of the unit whose backward needs most.
+    """
     return (
         Entry(Item.HELD, held_bytes, moments=MICROBATCH),
+        Entry(Item.LOSS, loss_bytes, moments=frozenset({Moment.LOSS})),
         Entry(Item.REPLAY, workspace_bytes, moments=frozenset({Moment.BACKWARD})),
     )

@@ -1,0 +1,82 @@
+"""What there is to win, said before anything is promised: free memory, replays' share of the update, the plan's share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_MB = 1e6
+
+
+@dataclass(frozen=True)
+class Prize:
+    """One rank's prospects.
+
+    Args:
+        budget_bytes: of the device.
+        replayed_peak_bytes: peak of an update that replays every unit.
+        update_seconds: of such an update.
+        replay_seconds: of all replays in it.
+        planned_seconds: what the plan expects to save of those.
+        planned_peak_bytes: what it expects to peak at.
+    """
+
+    budget_bytes: int
+    replayed_peak_bytes: int
+    update_seconds: float
+    replay_seconds: float
+    planned_seconds: float
+    planned_peak_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """Left over by replaying everything; negative where not even that fits."""
+        return self.budget_bytes - self.replayed_peak_bytes
+
+    @property
+    def replay_share(self) -> float:
+        """Of the update's time; 0 where it is not known."""
+        return self.replay_seconds / self.update_seconds if self.update_seconds > 0 else 0.0
+
+    @property
+    def planned_share(self) -> float:
+        """Of the replays' time that the plan takes away. May pass 1: storing skips more than the replay itself."""
+        return self.planned_seconds / self.replay_seconds if self.replay_seconds > 0 else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "budget_bytes": self.budget_bytes,
+            "replayed_peak_bytes": self.replayed_peak_bytes,
+            "free_bytes": self.free_bytes,
+            "update_seconds": self.update_seconds,
+            "replay_seconds": self.replay_seconds,
+            "replay_share": self.replay_share,
+            "planned_seconds": self.planned_seconds,
+            "planned_share": self.planned_share,
+            "planned_peak_bytes": self.planned_peak_bytes,
+        }
+
+    def lines(self) -> tuple[str, ...]:
+        """For the log and for reports."""
+        if self.free_bytes < 0:
+            return (
+                f"the budget of {self.budget_bytes / _MB:.0f} MB is {-self.free_bytes / _MB:.0f} MB less than "
+                "replaying every unit needs: nothing to win",
+                self._replays(),
+            )
+        return (
+            f"free under the budget of {self.budget_bytes / _MB:.0f} MB: {self.free_bytes / _MB:.0f} MB "
+            f"(replaying every unit peaks at {self.replayed_peak_bytes / _MB:.0f} MB)",
+            self._replays(),
+            f"the plan expects to take {self.planned_share:.0%} of that, at a peak of "
+            f"{self.planned_peak_bytes / _MB:.0f} MB",
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def _replays(self) -> str:
+        return (
+            f"recomputation is {self.replay_share:.1%} of the update "
+            f"({self.replay_seconds:.3g} of {self.update_seconds:.3g} s)"
+        )

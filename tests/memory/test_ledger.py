@@ -1,0 +1,251 @@
+"""The account as data, and DeepSpeed's arithmetic on sizes worked out by hand. Live engines: tests/integration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_hilore.core.errors import UsageError
+from ds_hilore.core.types import Place
+from ds_hilore.memory.arithmetic import zero_account
+from ds_hilore.memory.gathering import gathered_bytes
+from ds_hilore.memory.ledger import ALWAYS, Account, Entry, Item, Moment, workload
+from ds_hilore.memory.prize import Prize
+from ds_hilore.memory.zero import FlatGroup, OptimizerFacts, Parameter, Scheme, ZeroFacts
+
+BASE = Parameter(1000, trainable=False, module="layer")
+ADAPTER = Parameter(10, module="layer")
+
+
+def facts(stage: int, *parameters: Parameter, **settings: Any) -> ZeroFacts:
+    return ZeroFacts(stage, parameters or (BASE, ADAPTER), **{"world_size": 2, "reduce_bucket": 8, **settings})
+
+
+# -- the account ---------------------------------------------------------------------------------------------------
+
+
+def test_sums_by_moment_and_place() -> None:
+    account = Account(
+        (
+            Entry(Item.FROZEN, 100),
+            Entry(Item.STATE, 40, Place.HOST),
+            Entry(Item.GRADIENTS, 7, moments=frozenset({Moment.BACKWARD, Moment.STEP})),
+        )
+    )
+    assert account.at(Moment.REST) == 100 and account.at(Moment.BACKWARD) == 107
+    assert account.at(Moment.REST, Place.HOST) == 40
+    assert account.rise(Moment.STEP) == 7 and account.rise(Moment.LOSS) == 0
+    assert account.peak() == (Moment.BACKWARD, 107)
+    assert replace(account, device_is_host=True).at(Moment.REST) == 140
+
+
+def test_a_microbatch_and_the_planners_rows() -> None:
+    account = Account((Entry(Item.FROZEN, 100),)).with_entries(workload(10, 20, 5))
+    assert account.planning_bases() == (110, 130, 115)
+
+
+def test_peak_of_an_update_is_that_of_its_fullest_moment() -> None:
+    account = Account((Entry(Item.FROZEN, 100), Entry(Item.OPTIMIZER_STEP, 50, moments=frozenset({Moment.STEP}))))
+    assert account.update_peak(120) == 150
+    assert account.update_peak(200) == 200
+    assert account.update_peak(200, level_bytes=1000) == 1050
+
+
+def test_what_a_measured_level_holds_besides() -> None:
+    account = Account((Entry(Item.FROZEN, 100),))
+    assert account.at_level(130).of(Item.PROCESS) == 30 and account.at_level(130).at(Moment.STEP) == 130
+    assert account.at_level(90).of(Item.PROCESS) == 0
+
+
+def test_lines_are_in_order_and_json_adds_up() -> None:
+    account = Account((Entry(Item.STATE, 3), Entry(Item.FROZEN, 5), Entry(Item.STATE, 4), Entry(Item.LOSS, 0)))
+    assert [(line.item, line.bytes[Moment.REST]) for line in account.lines()] == [(Item.FROZEN, 5), (Item.STATE, 7)]
+    data = account.as_json()
+    for moment in Moment:
+        assert data["total"]["device"][moment.value] == sum(line[moment.value] for line in data["lines"]) == 12
+    assert data["unknown"] == []
+
+
+def test_negative_bytes_are_refused() -> None:
+    with pytest.raises(UsageError, match="frozen parameters"):
+        Entry(Item.FROZEN, -1)
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def test_stage_0_by_hand() -> None:
+    account = zero_account(facts(0, optimizer=OptimizerFacts(copies_of_largest=2)))
+    assert account.of(Item.FROZEN) == 4000 and account.of(Item.TRAINABLE) == 40 and account.of(Item.STATE) == 80
+    assert account.of(Item.MASTER) == account.of(Item.GRADIENTS) == 0
+    assert account.of(Item.GRADIENTS, Moment.BACKWARD) == account.of(Item.GRADIENTS, Moment.STEP) == 40
+    assert account.of(Item.OPTIMIZER_STEP, Moment.STEP) == 80
+
+
+def test_stage_2_by_hand() -> None:
+    account = zero_account(facts(2))
+    assert account.of(Item.TRAINABLE) == 12 * 4, "10 elements are padded to two for each of two ranks"
+    assert account.of(Item.MASTER) == 6 * 4 and account.of(Item.STATE) == 2 * 6 * 4
+    assert account.of(Item.BUCKETS) == 0 and account.of(Item.BUCKETS, Moment.BACKWARD) == 8 * 4
+    assert account.of(Item.PARTITION, Moment.BACKWARD) == 10 * 4, "whole gradients of what reaches into the partition"
+    again = zero_account(facts(2, accumulation=3))
+    assert again.of(Item.PARTITION, Moment.FORWARD) == 40 and again.of(Item.PARTITION, Moment.BACKWARD) == 80
+
+
+def test_stage_3_by_hand() -> None:
+    account = zero_account(facts(3, persistence_threshold=10, prefetch_bucket=0, max_reuse_distance=0))
+    assert account.of(Item.FROZEN) == 500 * 4 and account.of(Item.TRAINABLE) == account.of(Item.MASTER) == 5 * 4
+    assert account.of(Item.STATE) == 2 * 5 * 4 and account.of(Item.PARTITION) == 5 * 4
+    assert account.of(Item.BUCKETS) == 8 * 4
+    assert account.of(Item.PERSISTENT) == 10 * 4, "whole, beside its shard"
+    assert account.of(Item.GATHERED, Moment.FORWARD) == account.of(Item.GATHERED, Moment.BACKWARD) == 1000 * 4
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloaded_state_is_on_the_host(stage: int) -> None:
+    account = zero_account(facts(stage, offload_optimizer=True))
+    for item in (Item.MASTER, Item.STATE, Item.MASTER_GRADIENTS):
+        assert account.of(item, place=Place.DEVICE) == 0 < account.of(item, place=Place.HOST)
+    assert account.of(Item.OPTIMIZER_STEP, Moment.STEP, Place.DEVICE) == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_first_update_has_no_state_until_it_steps(stage: int) -> None:
+    first, later = zero_account(facts(stage, stepped=False)), zero_account(facts(stage))
+    assert first.of(Item.STATE) == 0 < first.of(Item.STATE, Moment.STEP) == later.of(Item.STATE)
+
+
+def test_untouched_pages_of_a_bucket_cost_nothing_on_the_host() -> None:
+    whole, touched = (zero_account(facts(2, reduce_bucket=1000, lazy_pages=lazy)) for lazy in (False, True))
+    assert whole.of(Item.BUCKETS, Moment.BACKWARD) == 4000
+    assert touched.of(Item.BUCKETS, Moment.BACKWARD) == 40
+
+
+def test_two_buckets_where_communication_overlaps() -> None:
+    assert zero_account(facts(2, overlap_comm=True)).of(Item.BUCKETS, Moment.BACKWARD) == 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "scheme"),
+    [
+        (0, {}, Scheme.TORCH),
+        (0, {"half": True}, Scheme.HALF),
+        (1, {}, Scheme.PARTITIONED),
+        (1, {"half": True}, Scheme.BF16),
+        (1, {"half": True, "accumulation_bytes": 2}, Scheme.PARTITIONED),
+        (1, {"half": True, "offload_optimizer": True}, Scheme.PARTITIONED),
+        (2, {"half": True}, Scheme.PARTITIONED),
+        (3, {}, Scheme.SHARDED),
+    ],
+)
+def test_who_holds_what(stage: int, settings: dict[str, Any], scheme: Scheme) -> None:
+    assert facts(stage, **settings).scheme is scheme
+
+
+def test_impossible_facts_are_refused() -> None:
+    with pytest.raises(UsageError, match="stages 0 to 3"):
+        facts(4)
+    with pytest.raises(UsageError, match="rank 2 of 2"):
+        facts(1, rank=2)
+
+
+def test_what_is_unknown_is_handed_on() -> None:
+    assert zero_account(facts(1, unknown=("effect of x",))).unknown == ("effect of x",)
+
+
+PARAMETERS = st.lists(
+    st.builds(Parameter, st.integers(1, 500), st.booleans(), st.just(4), st.sampled_from("abcd"), st.just(True)),
+    min_size=1,
+    max_size=12,
+).filter(lambda listed: any(p.trainable for p in listed))
+SETTINGS = st.fixed_dictionaries(
+    {
+        "world_size": st.integers(1, 5),
+        "reduce_bucket": st.integers(1, 2000),
+        "accumulation": st.integers(1, 3),
+        "overlap_comm": st.booleans(),
+        "contiguous_gradients": st.booleans(),
+        "offload_optimizer": st.booleans(),
+        "persistence_threshold": st.integers(0, 100),
+        "prefetch_bucket": st.integers(0, 1000),
+        "max_reuse_distance": st.integers(0, 3000),
+        "stepped": st.booleans(),
+        "lazy_pages": st.booleans(),
+    }
+)
+
+
+@given(st.integers(0, 3), PARAMETERS, SETTINGS)
+def test_ranks_together_hold_every_element_of_masters_once(
+    stage: int, parameters: list[Parameter], settings: dict[str, Any]
+) -> None:
+    ranks = [zero_account(facts(stage, *parameters, **settings, rank=r)) for r in range(settings["world_size"])]
+    trainable = sum(p.numel for p in parameters if p.trainable)
+    padding = 2 * settings["world_size"] * sum(1 for p in parameters if p.trainable)
+    if stage > 0:
+        held = sum(account.of(Item.MASTER) for account in ranks)
+        assert 4 * trainable <= held <= 4 * (trainable + padding)
+    for account in ranks:
+        assert all(account.at(moment) >= account.at(Moment.REST) for moment in Moment)
+
+
+@given(PARAMETERS, st.integers(1, 5))
+def test_partitions_cover_a_flat_group(parameters: list[Parameter], world_size: int) -> None:
+    groups = [FlatGroup(tuple(parameters), world_size, rank) for rank in range(world_size)]
+    assert {id(p) for group in groups for p in group.members} == {id(p) for p in parameters}
+    total = sum(p.numel for p in parameters)
+    assert sum(group.partition for group in groups) - sum(group.padding for group in groups) == total
+
+
+@given(PARAMETERS, SETTINGS)
+def test_gathering_holds_a_unit_and_no_more_than_the_model(
+    parameters: list[Parameter], settings: dict[str, Any]
+) -> None:
+    settings = settings | {"world_size": 2, "persistence_threshold": 0}
+    given_facts = facts(3, *parameters, **settings)
+    found = gathered_bytes(given_facts)
+    largest = max(sum(p.bytes for p in module) for module in given_facts.modules().values())
+    whole = sum(p.bytes for p in parameters)
+    assert largest <= found.forward <= found.forward_with_copies <= 2 * whole
+    assert found.forward <= whole and found.backward <= whole
+
+
+def test_a_model_within_the_reuse_distance_stays_gathered() -> None:
+    parameters = [Parameter(100, module=name, leaf=True) for name in "abcd"]
+    near = gathered_bytes(facts(3, *parameters, persistence_threshold=0, prefetch_bucket=0, max_reuse_distance=10**9))
+    far = gathered_bytes(facts(3, *parameters, persistence_threshold=0, prefetch_bucket=0, max_reuse_distance=0))
+    first = gathered_bytes(facts(3, *parameters, persistence_threshold=0, stepped=False))
+    assert near.forward == near.backward == 4 * 400
+    assert far.forward == first.forward == 400
+
+
+# -- what there is to win ------------------------------------------------------------------------------------------
+
+
+def test_prize() -> None:
+    prize = Prize(200_000_000, 150_000_000, 10.0, 2.5, 1.0, 190_000_000)
+    assert prize.free_bytes == 50_000_000 and prize.replay_share == 0.25 and prize.planned_share == 0.4
+    assert str(prize).splitlines() == [
+        "free under the budget of 200 MB: 50 MB (replaying every unit peaks at 150 MB)",
+        "recomputation is 25.0% of the update (2.5 of 10 s)",
+        "the plan expects to take 40% of that, at a peak of 190 MB",
+    ]
+    assert prize.as_json()["free_bytes"] == 50_000_000
+
+
+def test_prize_where_nothing_fits() -> None:
+    prize = Prize(100_000_000, 150_000_000, 10.0, 2.5, 0.0, 150_000_000)
+    assert prize.lines()[0].startswith("the budget of 100 MB is 50 MB less than replaying every unit needs")
+
+
+def test_prize_without_times() -> None:
+    prize = Prize(2, 1, 0.0, 0.0, 0.0, 1)
+    assert prize.replay_share == prize.planned_share == 0.0
+
+
+def test_entries_default_to_all_moments() -> None:
+    assert Entry(Item.FROZEN, 1).moments == ALWAYS
