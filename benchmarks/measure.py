@@ -109,30 +109,36 @@ def take_peaks(spec: Spec, console: Console) -> PeakReport:
 
 
 def _tuned(bench: Bench, case: Case, peaks: dict[str, Peak]) -> Case:
-    """Keeps as many layers as the measured peak allows, by bisection; first k and last k are both tried."""
-    ways: dict[int, tuple[int, ...]] = {0: ()}
+    """Keeps as many layers as the measured peak allows; first k and last k are both tried.
+
+    The search starts where a peak that grows evenly with the layers kept would meet the budget.
+    """
+    limit = case.budget_bytes or 0
+    ways: dict[int, Case] = {}
 
     def fits(keep: int) -> bool:
         for kept in kept_layers(case.method, keep, bench.layers):
-            key = f"{case.method} {kept}"
+            way = dataclasses.replace(case, kept=kept)
+            key = "torch" if not kept else "none" if len(kept) == bench.layers else f"{case.method} {kept}"
             if key not in peaks:
-                peaks[key] = bench.peak(dataclasses.replace(case, kept=kept))
-            if peaks[key].peak_bytes <= (case.budget_bytes or 0):
-                ways[keep] = kept
+                peaks[key] = bench.peak(way)
+            if peaks[key].peak_bytes <= limit:
+                ways[keep] = way
+                peaks[way.key] = peaks[key]
                 return True
         return False
 
     candidates = [keep for keep in range(bench.layers + 1) if kept_layers(case.method, keep, bench.layers)]
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(candidates[middle]) else (low, middle - 1)
-    keep = candidates[low]
-    found = dataclasses.replace(case, kept=ways.get(keep, ()))
-    known = peaks.get(f"{case.method} {found.kept}") or (peaks[TORCH.key] if not found.kept else None)
-    if known is not None:
-        peaks[found.key] = known
-    return found
+    low, high = peaks[TORCH.key].peak_bytes, peaks[NONE.key].peak_bytes
+    guess = bench.layers * (limit - low) / max(1, high - low)
+    place = max(0, sum(keep <= guess for keep in candidates) - 1)
+    while place > 0 and not fits(candidates[place]):
+        place -= 1
+    while place + 1 < len(candidates) and fits(candidates[place + 1]):
+        place += 1
+    if candidates[place] not in ways:  # nothing fits: the least is to checkpoint every layer
+        peaks[case.key] = peaks[TORCH.key]
+    return ways.get(candidates[place], case)
 
 
 def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
