@@ -147,6 +147,8 @@ def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
     cases = _with_own_floor(bench, found)
     exact = bench.gradients(NONE)
     errors, plans = {}, {}
+    same = {case.key: _same_as(case, bench.layers) for case in cases}
+    cases = [case for case in cases if same[case.key] == case.key]
     for case in cases:
         bench.solve(case)
         errors[case.key] = relative_error(bench.gradients(case), exact)
@@ -158,7 +160,16 @@ def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
         for case in cases[first:] + cases[:first]:
             seconds[case.key].append(bench.update(case))
     theirs, ours = bench.replay_seconds(max(3, spec.turns // 4))
+    for key, other in same.items():
+        seconds[key], errors[key], plans[key] = seconds[other], errors[other], plans[other]
     return TimeReport(seconds, errors, plans, theirs, ours)
+
+
+def _same_as(case: Case, layers: int) -> str:
+    """Key of the case that does exactly the same: a tuned method that keeps no layer, or all, is timed once."""
+    if case.method not in TUNED_METHODS or 0 < len(case.kept) < layers:
+        return case.key
+    return NONE.key if case.kept else TORCH.key
 
 
 def _with_own_floor(bench: Bench, found: PeakReport) -> list[Case]:
