@@ -1,4 +1,4 @@
-"""What there is to win, said before anything is promised: free memory, replays' share of the update, the plan's share."""
+"""What there is to win, said before anything is promised: free memory, the share of replays, what the plan takes."""
 
 from __future__ import annotations
 
