@@ -13,8 +13,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
+from ds_hilore.memory.prize import Prize
 from ds_hilore.profiling.measure import Measurements
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext
@@ -36,6 +39,7 @@ class Learning:
         measurements: what was found of the units.
         in_flight: most microbatches whose state was held at once.
         known: the measurements were those of an earlier run before the first microbatch.
+        prize: what there is to win on this rank, once the first plan is made.
         learnt: told of the measurements once they are complete.
     """
 
@@ -44,6 +48,7 @@ class Learning:
         self.measurements = Measurements()
         self.in_flight = 1
         self.known = False
+        self.prize: Prize | None = None
         self.learnt: Callable[[Measurements], object] = lambda measurements: None
         self.baseline = BaselineMeter(parts.meter)
         self._parts = parts
@@ -51,6 +56,8 @@ class Learning:
         self._watch = PeakWatch(parts.meter, parts.planner)
         self._trial = Trial(parts.clock, self.measurements, parts.trial_microbatches)
         self._sampled: set[str] = set()  # classes that were stored once, or would not be
+        self._started: Any = None  # of the all-R microbatch that is being timed
+        self._replayed: tuple[Shape, float] | None = None  # the fastest of those
 
     @property
     def settled(self) -> bool:
@@ -68,9 +75,26 @@ class Learning:
         planner = self._parts.planner
         size = planner.planning_shape(shape)
         plan = planner.plan_for(size, self.measurements.profiles(size))
+        if self.prize is None:
+            self._say_prize(plan)
         if self.stage is Stage.TRIAL and not plan.count(Action.STORE):
             self._end_trial()  # both kinds of its microbatches would be the same
         return plan
+
+    def _say_prize(self, plan: Plan) -> None:
+        """What there is to win first, before anything is promised."""
+        shape, seconds = self._replayed or (Shape(0, 0), 0.0)
+        replays = [self.measurements.replay_seconds(name, shape) or 0.0 for _, name in self.measurements.roster]
+        self.prize = Prize(
+            self._parts.planner.budget_bytes,
+            self.baseline.result().peak_bytes,
+            seconds,
+            sum(replays),
+            plan.saved_seconds,
+            plan.peak_bytes,
+        )
+        for line in self.prize.lines():
+            _log.info("hilore (rank %d): %s", self._parts.rank, line)
 
     def _sampling_plan(self, batch: Microbatch) -> Plan:
         """Stores the last unit of each class that was never stored."""
@@ -87,6 +111,7 @@ class Learning:
         """
         if self.stage is Stage.MEASURE_R:
             self.time_replays()
+            self._started = self._parts.clock.start()
             if measured:
                 self.baseline.begin(shape)
         elif self.stage is Stage.TRIAL and not batch.prunes:
@@ -121,6 +146,9 @@ class Learning:
 
     def end(self, batch: Microbatch) -> None:
         """The backward of a microbatch is over."""
+        if self._started is not None and batch.shape is not None:
+            self._parts.clock.stop(self._started, partial(self._note_replayed, batch.shape))
+            self._started = None
         self.baseline.end()
         self._watch.end(self.measurements, batch.ran)
         self._trial.end()
@@ -128,6 +156,11 @@ class Learning:
             self._sampled |= batch.sampled
             if not self.measurements.unmeasured_classes() - self._sampled:
                 self._calibrate()
+
+    def _note_replayed(self, shape: Shape, seconds: float) -> None:
+        known = self._replayed
+        if known is None or seconds * known[0].tokens < known[1] * shape.tokens:
+            self._replayed = shape, seconds
 
     def quiet(self) -> None:
         """No microbatch is in hand: nothing is timed."""
@@ -178,3 +211,4 @@ class Learning:
         self.baseline.abort()
         self._watch.abort()
         self._trial.abort()
+        self._started = None

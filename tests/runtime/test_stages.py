@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -168,3 +169,18 @@ def test_coefficients_do_not_pile_up_while_paused() -> None:
             rig.controller.note_coefficients(torch.ones(2, 3), None)
             rig.backward(loss)
     assert len(rig.controller.coefficients) == 1
+
+
+def test_what_there_is_to_win_is_known_with_the_first_plan(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rig = Rig(planner=planner(100.0))
+    for _ in range(3):
+        rig.update()
+    assert rig.controller.learning.prize is None
+    rig.update()
+    prize = rig.controller.learning.prize
+    assert prize is not None
+    assert prize.budget_bytes == 100 * prize.replayed_peak_bytes and prize.free_bytes > 0
+    assert prize.replay_seconds == pytest.approx(3.0)  # of FakeClock, one a unit
+    assert prize.planned_share == pytest.approx(1.0)
+    assert "free under the budget" in caplog.text
