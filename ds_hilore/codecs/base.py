@@ -9,9 +9,10 @@ C4  decode gives back the shape, the strides and, unless told otherwise, the dty
 C5  Error statistics come from the pass that encodes: sums of squared errors and of squared values, over the tensor and,
     if asked for, over each row (one row = the last dimension at one position). The error is that of decode in the
     tensor's own dtype, its rounding to that dtype included.
-C6  A payload is `nonfinite` if the tensor, or what would be decoded, holds a value that is infinite, NaN, or within 1 %
-    of the largest of its dtype (masks of the smallest number are such). It must never be used: the caller keeps the
-    tensor, or replays. Decoding it all the same gives NaN in the place of those values at least.
+C6  A payload is `nonfinite` if the tensor, or what would be decoded, holds an infinite value or NaN; for codecs with
+    scales also if a value lies within 1 % of the largest of its dtype (masks of the smallest number do). It must never
+    be used: the caller keeps the tensor, or replays. Decoding it all the same gives NaN, or an infinite value, in the
+    place of those values at least.
 C7  Twins give the same codes and scales bit for bit (but for groups that C6 speaks of); statistics to 1e-5.
 """
 

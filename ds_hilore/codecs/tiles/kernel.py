@@ -150,6 +150,5 @@ def store_squares(partials, errors, values, unit, row, rows, across, columns):  
     square = unit.to(tl.float64) * unit.to(tl.float64)
     error_square = tl.sum(tl.sum(errors * errors, 2, keep_dims=True).to(tl.float64) * square, 1, keep_dims=True)
     value_square = tl.sum(tl.sum(values * values, 2, keep_dims=True).to(tl.float64) * square, 1, keep_dims=True)
-    place = partials + row * columns + across
-    tl.store(place, error_square, mask=row < rows)
-    tl.store(place + rows.to(tl.int64) * columns, value_square, mask=row < rows)
+    tl.store(partials + row * columns + across, error_square, mask=row < rows)
+    tl.store(partials + (rows + row) * columns + across, value_square, mask=row < rows)
