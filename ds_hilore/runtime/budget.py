@@ -78,13 +78,15 @@ class RankPlanner:
         """What a planned microbatch was seen to need; where that is more than foreseen, further plans leave the room.
 
         Args:
+            peaks: 0 where a row's is not known.
             profiles: for the shape of `peaks`.
             choice: the variants that ran.
         """
         found = _observation(peaks, profiles, choice, self._in_flight)
-        foreseen = self._base.at(peaks.shape)
-        if any(seen > base + NOISE_BYTES for seen, base in zip((found.forward, found.loss, found.backward), foreseen)):
-            self._observed = _most_telling([*self._observed, found])
+        foreseen = dict(zip(("forward", "loss", "backward"), self._base.at(peaks.shape)))
+        seen = {row: getattr(found, row) for row in foreseen if getattr(peaks, row)}
+        if any(count > foreseen[row] + NOISE_BYTES for row, count in seen.items()):
+            self._observed = _most_telling([*self._observed, replace(found, **(foreseen | seen))])
             self._refit()
 
     def _refit(self) -> None:

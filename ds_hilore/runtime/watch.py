@@ -13,21 +13,23 @@ from ds_hilore.runtime.budget import PhasePeaks, RankPlanner
 class PeakWatch:
     """Follows one microbatch at a time; tells the planner, which then leaves more room where a base was too low.
 
-    Idle where the meter's peaks mean nothing in the ordinary course of a run (CPU under glibc's own settings).
+    Idle where the meter's peaks mean nothing in the ordinary course of a run (CPU under glibc's own settings). It never
+    resets the meter, which others read too: a peak tells something only where it is a new one, and those that break a
+    budget are.
     """
 
     def __init__(self, meter: PeakMeter, planner: RankPlanner) -> None:
         self._meter = meter
         self._planner = planner
         self._shape: Shape | None = None
-        self._floor = self._settled = self._forward = 0
+        self._floor = self._settled = self._forward = self._known = 0
 
     def begin(self, shape: Shape) -> None:
         """The first unit of a planned microbatch is about to run."""
         if not self._meter.exact:
             return
         self._shape = shape
-        self._meter.reset()
+        self._known = self._meter.peak_bytes()
         self._floor = self._meter.level_bytes()
 
     def backward_begins(self, measurements: Measurements, plan: Plan) -> Plan:
@@ -38,12 +40,15 @@ class PeakWatch:
         """
         if self._shape is None:
             return plan
-        self._forward = self._meter.peak_bytes()
+        self._forward = self._new_peak()
         self._settled = self._meter.level_bytes()
         size = self._planner.planning_shape(self._shape)
-        decided = self._planner.decide(size, measurements.profiles(size), plan, self._settled)
-        self._meter.reset()
-        return decided
+        return self._planner.decide(size, measurements.profiles(size), plan, self._settled)
+
+    def _new_peak(self) -> int:
+        """The peak if it is higher than any before, else 0."""
+        before, self._known = self._known, self._meter.peak_bytes()
+        return self._known if self._known > before else 0
 
     def end(self, measurements: Measurements, ran: Mapping[UnitId, Action]) -> None:
         """The backward is over, with the actions in `ran`. Of units that are not those of the profile, nothing is
@@ -51,7 +56,7 @@ class PeakWatch:
         shape, self._shape = self._shape, None
         if shape is None or ran.keys() != {unit for unit, _ in measurements.roster}:
             return
-        peaks = PhasePeaks(shape, self._forward, self._forward, self._meter.peak_bytes(), self._floor, self._settled)
+        peaks = PhasePeaks(shape, self._forward, self._forward, self._new_peak(), self._floor, self._settled)
         choice = {unit: action.letter for unit, action in ran.items()}
         self._planner.note_peaks(peaks, measurements.profiles(shape), choice)
 

@@ -36,12 +36,19 @@ def test_more_held_than_foreseen_replays_units_and_gradients_stay() -> None:
 
 def test_a_peak_above_the_foreseen_one_is_learnt_from() -> None:
     rig = learnt(2.0)
-    rig.meter.script[:] = [3 * MUCH]
+    rig.meter.script[:] = [MUCH, 3 * MUCH]  # before the forward, and then a new peak
     rig.update()
     assert rig.actions == "HHH"
     rig.update()
     assert rig.actions == "RRR"  # nothing fits any more: the least is taken
     assert rig.controller.parts.planner.infeasible is not None
+
+
+def test_the_meter_is_left_to_whoever_reads_it() -> None:
+    rig = learnt(2.0)
+    before = rig.meter.resets
+    rig.update()
+    assert rig.meter.resets == before
 
 
 def test_a_meter_that_means_nothing_is_not_asked() -> None:
