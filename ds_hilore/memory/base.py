@@ -32,6 +32,17 @@ class BaseObservation:
     backward: int
     settled: int = 0
 
+    def raised(self, count: int) -> BaseObservation:
+        """The same over a floor that is higher by `count` bytes."""
+        return BaseObservation(
+            self.tokens,
+            self.floor + count,
+            self.forward + count,
+            self.loss + count,
+            self.backward + count,
+            self.settled + count,
+        )
+
 
 @dataclass(frozen=True)
 class Line:

@@ -89,6 +89,14 @@ class RankPlanner:
             self._observed = _most_telling([*self._observed, replace(found, **(foreseen | seen))])
             self._refit()
 
+    def note_floor(self, level_bytes: int) -> None:
+        """What is held before the forward of a planned microbatch. Where that has grown since the first updates
+        (caches, allocators, what others put there), everything is that much higher."""
+        risen = level_bytes - self._base.floor
+        if risen > NOISE_BYTES:
+            self._observed = [found.raised(risen) for found in self._observed]
+            self._refit()
+
     def _refit(self) -> None:
         self._base = BaseBytes.fit(self._observed)
         self.replan()

@@ -73,6 +73,8 @@ class Learning:
         if self.stage is Stage.MEASURE_R or (self.stage is Stage.TRIAL and self._trial.replays):
             return Plan()
         planner = self._parts.planner
+        if self.in_flight <= 1:
+            self._watch.floor()
         size = planner.planning_shape(shape)
         plan = planner.plan_for(size, self.measurements.profiles(size))
         if self.prize is None:

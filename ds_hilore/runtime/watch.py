@@ -24,13 +24,17 @@ class PeakWatch:
         self._shape: Shape | None = None
         self._floor = self._settled = self._forward = self._known = 0
 
+    def floor(self) -> None:
+        """A planned microbatch is about to be planned: what is there already is looked at first."""
+        if self._meter.exact:
+            self._floor = self._meter.level_bytes()
+            self._planner.note_floor(self._floor)
+
     def begin(self, shape: Shape) -> None:
         """The first unit of a planned microbatch is about to run."""
-        if not self._meter.exact:
-            return
-        self._shape = shape
-        self._known = self._meter.peak_bytes()
-        self._floor = self._meter.level_bytes()
+        if self._meter.exact:
+            self._shape = shape
+            self._known = self._meter.peak_bytes()
 
     def backward_begins(self, measurements: Measurements, plan: Plan) -> Plan:
         """Forward and loss are over, under `plan`.

@@ -59,6 +59,16 @@ def test_phases_that_start_from_different_floors_are_foreseen_as_they_were() -> 
     assert base.at(Shape(1, 100)) == (1300, 1300, 1300)
 
 
+@given(OBSERVATIONS, st.integers(0, 10**9), st.integers(1, 100_000))
+def test_a_higher_floor_raises_every_row_by_as_much(
+    observations: list[BaseObservation], count: int, tokens: int
+) -> None:
+    raised = BaseBytes.fit([seen.raised(count) for seen in observations])
+    base = BaseBytes.fit(observations)
+    for before, after in zip(base.at(Shape(1, tokens)), raised.at(Shape(1, tokens))):
+        assert after == before + count or before == 0
+
+
 def test_segments_and_length_count_as_tokens() -> None:
     base = BaseBytes.fit([BaseObservation(100, 0, 10, 10, 10)])
     assert base.at(Shape(10, 20)) == base.at(Shape(1, 200))

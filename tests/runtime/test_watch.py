@@ -44,6 +44,18 @@ def test_a_peak_above_the_foreseen_one_is_learnt_from() -> None:
     assert rig.controller.parts.planner.infeasible is not None
 
 
+def test_a_floor_that_has_risen_is_planned_with() -> None:
+    rig = learnt(2.0)
+    rig.update()
+    before = rig.controller.plan.peak_bytes
+    rig.meter.level = MUCH // 2
+    rig.update()
+    assert rig.actions == "HHH" and rig.controller.plan.peak_bytes == before + MUCH // 2
+    rig.meter.level = 3 * MUCH
+    rig.update()
+    assert rig.actions == "RRR"
+
+
 def test_the_meter_is_left_to_whoever_reads_it() -> None:
     rig = learnt(2.0)
     before = rig.meter.resets
