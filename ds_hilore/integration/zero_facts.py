@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_hilore.memory.zero import OptimizerFacts, Parameter, ZeroFacts
-
-_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
 
 def facts_of(engine: Any, *, stepped: bool | None = None) -> ZeroFacts:
@@ -21,39 +19,119 @@ def facts_of(engine: Any, *, stepped: bool | None = None) -> ZeroFacts:
     """
     import deepspeed.comm as dist
 
-    stage = int(engine.zero_optimization_stage())
     group = engine.seq_data_parallel_group
     _, accumulated = engine.get_data_types()
-    optimizer, unnamed = optimizer_facts(getattr(engine, "basic_optimizer", None))
     zero = engine._config.zero_config
+    device = torch.device(engine.device).type
+    basic = getattr(engine, "basic_optimizer", None)
+    optimizer, unnamed = optimizer_facts(basic, "cpu" if _offloads(zero.offload_optimizer) else device)
+    experts = ("effect of experts (their own data-parallel groups)",) if engine.has_moe_layers else ()
     return ZeroFacts(
-        stage=stage,
         parameters=_parameters(engine),
         world_size=dist.get_world_size(group=group),
         rank=dist.get_rank(group=group),
         half=bool(engine.fp16_enabled() or engine.bfloat16_enabled()),
         accumulation=int(engine.gradient_accumulation_steps()),
-        accumulation_bytes=_BYTES[accumulated],
-        communication_bytes=_BYTES[engine.communication_data_type],
-        master_bytes=_BYTES[getattr(engine.optimizer, "master_weights_and_grads_dtype", torch.float32)],
-        reduce_bucket=int(zero.reduce_bucket_size),
-        contiguous_gradients=bool(zero.contiguous_gradients),
-        overlap_comm=bool(zero.overlap_comm),
-        reduce_scatter=bool(zero.reduce_scatter),
+        accumulation_bytes=accumulated.itemsize,
+        communication_bytes=engine.communication_data_type.itemsize,
+        master_bytes=getattr(engine.optimizer, "master_weights_and_grads_dtype", torch.float32).itemsize,
         optimizer=optimizer,
         fused=hasattr(engine.optimizer, "fp16_groups_flat"),
-        offload_optimizer=_offloads(zero.offload_optimizer),
-        offload_parameters=_offloads(zero.offload_param),
-        persistence_threshold=int(zero.param_persistence_threshold),
-        model_persistence_threshold=int(zero.model_persistence_threshold),
-        max_reuse_distance=int(zero.max_reuse_distance),
-        prefetch_bucket=int(zero.prefetch_bucket_size),
-        sub_group=int(zero.sub_group_size),
         containers=_containers(engine.module),
-        lazy_pages=torch.device(engine.device).type == "cpu",
+        lazy_pages=device == "cpu",
         stepped=engine.global_steps > 0 if stepped is None else stepped,
-        unknown=(*unnamed, *_unknown_settings(engine)),
+        unknown=(*unnamed, *_unknown_settings(zero), *experts),
+        **_zero_settings(zero),
     )
+
+
+def facts_of_config(
+    ds: Mapping[str, Any],
+    model: nn.Module,
+    units: Iterable[nn.Module] = (),
+    *,
+    world_size: int = 1,
+    rank: int = 0,
+    device: str = "cuda",
+    stepped: bool = True,
+) -> ZeroFacts:
+    """The facts of an engine that a configuration would make, without making it: for plans without a run.
+
+    Args:
+        ds: the DeepSpeed JSON; "auto" counts as left out.
+        model: may be on the meta device; its trainable parameters are one group of the optimizer.
+        units: recovery units, which are ZeRO-3 leaf modules.
+        device: type of the device it would run on.
+        stepped: account of an update after the first.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = DeepSpeedZeroConfig(**_given(ds.get("zero_optimization", {})))
+    half = "bf16" if _enabled(ds, "bf16") or _enabled(ds, "bfloat16") else "fp16" if _enabled(ds, "fp16") else None
+    own = half or "fp32"
+    settings = _zero_settings(zero)
+    where = "cpu" if settings["offload_optimizer"] else device
+    name, group = _optimizer_of(ds, settings["offload_optimizer"])
+    optimizer, unnamed = _describe(name, group, where)
+    accumulation = _given(ds).get("gradient_accumulation_steps", 1)
+    return ZeroFacts(
+        parameters=_parameters_of(model, units if zero.stage == 3 else (), 2 if half else None),
+        world_size=world_size,
+        rank=rank,
+        half=half is not None,
+        accumulation=int(accumulation),
+        accumulation_bytes=_size(_given(ds.get("data_types", {})).get("grad_accum_dtype") or own),
+        communication_bytes=_size(_given(ds).get("communication_data_type") or own),
+        optimizer=optimizer,
+        fused=name == "FusedAdam",
+        containers=_containers(model),
+        lazy_pages=device == "cpu",
+        stepped=stepped,
+        unknown=(*unnamed, *_unknown_settings(zero)),
+        **settings,
+    )
+
+
+def _given(block: Any) -> dict[str, Any]:
+    """A block of the JSON without what a host will fill in."""
+    return {key: value for key, value in block.items() if value != "auto"} if isinstance(block, Mapping) else {}
+
+
+def _enabled(ds: Mapping[str, Any], name: str) -> bool:
+    return _given(ds.get(name, {})).get("enabled") is True
+
+
+def _size(dtype: str) -> int:
+    return 4 if dtype in ("fp32", "float32", "float") else 2
+
+
+def _optimizer_of(ds: Mapping[str, Any], offloaded: bool) -> tuple[str, dict[str, Any]]:
+    """Class name and settings of the optimizer that DeepSpeed makes (DeepSpeedEngine._configure_basic_optimizer)."""
+    block = _given(ds.get("optimizer", {}))
+    group = _given(block.get("params", {}))
+    name = str(block.get("type", "AdamW"))
+    if name.lower() in ("adam", "adamw") and not group.get("torch_adam"):
+        return ("DeepSpeedCPUAdam" if offloaded else "FusedAdam"), group
+    names = {"adam": "Adam", "adamw": "AdamW", "lion": "DeepSpeedCPULion" if offloaded else "FusedLion"}
+    return names.get(name.lower(), name), group
+
+
+def _zero_settings(zero: Any) -> dict[str, Any]:
+    """Fields of ZeroFacts that a DeepSpeedZeroConfig holds."""
+    return {
+        "stage": int(zero.stage),
+        "reduce_bucket": int(zero.reduce_bucket_size),
+        "contiguous_gradients": bool(zero.contiguous_gradients),
+        "overlap_comm": bool(zero.overlap_comm),
+        "reduce_scatter": bool(zero.reduce_scatter),
+        "offload_optimizer": _offloads(zero.offload_optimizer),
+        "offload_parameters": _offloads(zero.offload_param),
+        "persistence_threshold": int(zero.param_persistence_threshold),
+        "model_persistence_threshold": int(zero.model_persistence_threshold),
+        "max_reuse_distance": int(zero.max_reuse_distance),
+        "prefetch_bucket": int(zero.prefetch_bucket_size),
+        "sub_group": int(zero.sub_group_size),
+    }
 
 
 def parameter_groups(optimizer: Any) -> list[list[nn.Parameter]]:
@@ -87,6 +165,22 @@ def _parameters(engine: Any) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
+def _parameters_of(model: nn.Module, units: Iterable[nn.Module], element_bytes: int | None) -> tuple[Parameter, ...]:
+    """The same for a model that no engine has taken yet."""
+    names = {module: name for name, module in model.named_modules()}
+    leaves = {id(p): names[unit] for unit in units for p in unit.parameters()}
+    return tuple(
+        Parameter(
+            numel=p.numel(),
+            trainable=p.requires_grad,
+            element_bytes=element_bytes or p.element_size(),
+            module=leaves.get(id(p), name.rpartition(".")[0]),
+            leaf=id(p) in leaves,
+        )
+        for name, p in model.named_parameters()
+    )
+
+
 def _containers(model: nn.Module) -> int:
     """Modules around the first parameter, its own module aside; lists of modules are never called."""
     name, _ = next(iter(model.named_parameters()))
@@ -94,58 +188,51 @@ def _containers(model: nn.Module) -> int:
     return sum(1 for path in around if not isinstance(model.get_submodule(path), nn.ModuleList))
 
 
-def optimizer_facts(optimizer: Any) -> tuple[OptimizerFacts, tuple[str, ...]]:
-    """What an optimizer keeps and needs, or nothing and a line that names it where that is not known."""
-    group: Mapping[str, Any] = optimizer.param_groups[0] if getattr(optimizer, "param_groups", None) else {}
-    describe = _OPTIMIZERS.get(type(optimizer).__name__)
-    if describe is None:
-        name = type(optimizer).__name__
-        return OptimizerFacts(state_tensors=0), (f"state and temporaries of optimizer {name}",)
-    return describe(optimizer, group), ()
+def optimizer_facts(optimizer: Any, device: str) -> tuple[OptimizerFacts, tuple[str, ...]]:
+    """What an optimizer keeps and needs, or nothing and a line that names it where that is not known.
+
+    Args:
+        device: type of the device that it steps on.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    group = dict(groups[0]) if groups else {}
+    group.setdefault("fp32_optimizer_states", getattr(optimizer, "fp32_optimizer_states", True))
+    return _describe(type(optimizer).__name__, group, device)
 
 
-def _torch_adam(_optimizer: Any, group: Mapping[str, Any]) -> OptimizerFacts:
+def _describe(name: str, group: Mapping[str, Any], device: str) -> tuple[OptimizerFacts, tuple[str, ...]]:
+    if name in ("Adam", "AdamW"):
+        return _torch_adam(group, device), ()
+    if name == "SGD":  # updates in place; a first momentum is a clone
+        return OptimizerFacts(1 if group.get("momentum") else 0), ()
+    if name == "DeepSpeedCPUAdam":
+        return OptimizerFacts(2, state_bytes=4 if group.get("fp32_optimizer_states", True) else 2), ()
+    if name in _IN_PLACE:
+        return OptimizerFacts(_IN_PLACE[name]), ()
+    return OptimizerFacts(state_tensors=0), (f"state and temporaries of optimizer {name}",)
+
+
+def _torch_adam(group: Mapping[str, Any], device: str) -> OptimizerFacts:
     """Source: torch.optim.adam; without a wish, foreach is chosen where all parameters are on CUDA."""
     state = 3 if group.get("amsgrad") else 2
     if group.get("fused"):
         return OptimizerFacts(state)
     foreach = group.get("foreach")
-    if foreach is None:
-        foreach = all(p.device.type == "cuda" for p in group["params"])
-    return OptimizerFacts(state, copies_of_all=1) if foreach else OptimizerFacts(state, copies_of_largest=2)
+    if device == "cuda" if foreach is None else foreach:
+        return OptimizerFacts(state, copies_of_all=1)
+    return OptimizerFacts(state, copies_of_largest=2)
 
 
-def _torch_sgd(_optimizer: Any, group: Mapping[str, Any]) -> OptimizerFacts:
-    """A first momentum is a clone; updates are in place."""
-    return OptimizerFacts(1 if group.get("momentum") else 0)
-
-
-def _cpu_adam(optimizer: Any, _group: Mapping[str, Any]) -> OptimizerFacts:
-    return OptimizerFacts(2, state_bytes=4 if optimizer.fp32_optimizer_states else 2)
-
-
-def _in_place(state_tensors: int) -> Callable[[Any, Mapping[str, Any]], OptimizerFacts]:
-    return lambda _optimizer, _group: OptimizerFacts(state_tensors)
-
-
-_OPTIMIZERS: dict[str, Callable[[Any, Mapping[str, Any]], OptimizerFacts]] = {
-    "Adam": _torch_adam,
-    "AdamW": _torch_adam,
-    "SGD": _torch_sgd,
-    "DeepSpeedCPUAdam": _cpu_adam,
-    "FusedAdam": _in_place(2),
-    "FusedLion": _in_place(1),
-    "DeepSpeedCPULion": _in_place(1),
-}
+#: State tensors of optimizers whose kernels need no temporaries.
+_IN_PLACE = {"FusedAdam": 2, "FusedLion": 1, "DeepSpeedCPULion": 1}
 
 
 def _offloads(settings: Any) -> bool:
     return settings is not None and settings.device != "none"
 
 
-def _unknown_settings(engine: Any) -> Iterable[str]:
+def _unknown_settings(zero: Any) -> Iterable[str]:
     """Settings that change what is held in ways that memory/arithmetic.py does not follow."""
-    zero = engine._config.zero_config
     offload = [s for s in (zero.offload_optimizer, zero.offload_param) if s is not None]
     settings = {
         "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
@@ -157,6 +244,5 @@ def _unknown_settings(engine: Any) -> Iterable[str]:
         "zenflow": getattr(zero, "zenflow", None) is not None,
         "offload to nvme": any(s.device == "nvme" for s in offload),
         "offload_optimizer.ratio": getattr(zero.offload_optimizer, "ratio", 1.0) < 1.0,
-        "experts (their own data-parallel groups)": bool(engine.has_moe_layers),
     }
     return (f"effect of {name}" for name, is_set in settings.items() if is_set)

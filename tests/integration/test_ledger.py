@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ds_hilore.core.types import Place
 from ds_hilore.integration.ledger import account_of
-from ds_hilore.integration.zero_facts import facts_of
+from ds_hilore.integration.zero_facts import facts_of, facts_of_config
 from ds_hilore.memory.arithmetic import zero_account
 from ds_hilore.memory.ledger import Account, Item, Moment
 from tests.engines import config, engine
@@ -96,13 +97,17 @@ def accounts(
     settings["zero_optimization"] |= zero
     model = llama(layers=2)
     model = lora(model) if adapters else model
-    made = engine(model, settings, decoder_layers(model) if stage == 3 else None)
+    layers = decoder_layers(model) if stage == 3 else None
+    world = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+    planned = facts_of_config(settings, model, layers or (), **world, device="cpu", stepped=False)
+    made = engine(model, settings, layers)
 
     def expected(stepped: bool) -> Account:
         return zero_account(replace(facts_of(made, stepped=stepped), lazy_pages=False))
 
     first, later = expected(False), expected(True)
     found: dict[str, Any] = {"unknown": [*later.unknown, *account_of(made).unknown]}
+    found["planned"] = zero_account(planned).as_json(), zero_account(facts_of(made)).as_json()
     found["start"] = sizes(first, LASTING), sizes(account_of(made), LASTING)
     updates.run_update(made, 0)
     found["rest"] = sizes(later, LASTING), sizes(account_of(made), LASTING)
@@ -125,7 +130,7 @@ def accounts(
 def check(found: dict[str, Any]) -> None:
     """What lasts is equal to the byte; what passes is never more than arithmetic says, buckets and gathered equal."""
     assert found["unknown"] == []
-    for moment in ("start", "rest", "carried", "reduced"):
+    for moment in ("planned", "start", "rest", "carried", "reduced"):
         if moment in found:
             expected, held = found[moment]
             assert held == expected, moment
