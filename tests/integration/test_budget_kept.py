@@ -1,4 +1,5 @@
-"""Fifty updates of varying shapes on two ranks with different budgets: no measured peak is above its rank's own.
+"""Fifty updates of varying shapes on two ranks with different budgets: no measured peak is above its rank's own, but
+for what cannot be told apart from noise.
 
 The ranks run under the malloc variables of design fact 20, without which a physical peak on CPU means nothing.
 """
@@ -25,6 +26,8 @@ HERE = "tests.integration.test_budget_kept"
 TIGHT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 LARGEST = (8, 160)
 UPDATES = 50
+#: Of a budget: by how much the level of one and the same process state wanders (pages of the heap that are used again).
+NOISE = 0.01
 #: Part of what storing everything adds to all-R's peak at the largest shape, by rank.
 HEADROOM = (0.3, 0.8)
 
@@ -74,7 +77,7 @@ def keeps_its_budget(stage: int) -> dict[str, Any]:
 def test_each_rank_keeps_to_its_own_budget(tight_ranks: RankPool, stage: int) -> None:
     small, large = tight_ranks.run(f"{HERE}:keeps_its_budget", stage=stage, timeout=280.0)
     for seen in (small, large):
-        over = {k: peak - seen["budget"] for k, peak in enumerate(seen["peaks"]) if peak > seen["budget"]}
+        over = {k: peak - seen["budget"] for k, peak in enumerate(seen["peaks"]) if peak > (1 + NOISE) * seen["budget"]}
         assert not over, f"over the budget by bytes, per update: {over}; all-R {seen['least']}, all-H {seen['most']}"
         assert len(seen["peaks"]) == UPDATES
     assert small["budget"] < large["budget"]

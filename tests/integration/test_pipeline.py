@@ -115,7 +115,7 @@ def planned(updates: int) -> dict[str, Any]:
     """Nothing is forced. The first stage has little memory to spare, the second has plenty."""
     ds = pipelines.settings(rows=8)
     plain = pipelines.start(pipelines.build(2, blocks=6), ds)
-    block = {"hilore": {"memory_budget": ["1.01x", "1000x"]}}
+    block = {"hilore": {"memory_budget": ["1.01x", "1000x"], "planner": {"trial_microbatches": 0}}}
     ours = pipelines.start(pipelines.build(2, blocks=6, interval=1), ds | block)
     errors, stages = [], []
     for number in range(updates):

@@ -64,9 +64,11 @@ def policy_loss(made: Any, batch: Sample) -> Tensor:
 Loss = Callable[[Any, Sample], Tensor]
 
 
-def update(made: Any, number: int, loss: Loss = policy_loss, announce: bool = True) -> dict[str, Tensor]:
+def update(
+    made: Any, number: int, loss: Loss = policy_loss, announce: bool = True, lengths: list[int] | None = None
+) -> dict[str, Tensor]:
     """One update; ours is told its rows before."""
-    samples = [sample(10 * number + k) for k in range(made.gradient_accumulation_steps())]
+    samples = [sample(10 * number + k, lengths) for k in range(made.gradient_accumulation_steps())]
     if announce and hasattr(made, "hilore"):
         ds_hilore.begin_update([b.advantages for b in samples], [b.mask for b in samples], 50, engine=made)
     found: dict[str, Tensor] = {}
@@ -101,7 +103,9 @@ class Watch:
 
 def compared(stage: int, adapters: bool = True, accumulation: int = 1, mixed: bool = False, **zero: Any) -> Any:
     """Three updates. `mixed`: rank 0 replays every unit, rank 1 stores every unit."""
-    reference, ours = updates.pair(lambda: updates.build("llama", adapters), config(stage, accumulation, **zero))
+    reference, ours = updates.pair(
+        lambda: updates.build("llama", adapters), config(stage, accumulation, lr=0.0, **zero)
+    )
     ours.hilore.force(Action.STORE if mixed and dist.get_rank() == 1 else Action.RECOMPUTE)
     errors, rows = [], 0.0
     with pytest.MonkeyPatch.context() as patch:
@@ -135,6 +139,28 @@ def test_one_rank_prunes_and_the_other_stores(ranks: RankPool, stage: int) -> No
     assert first["shares"] and not second["shares"]
 
 
+def dead_rank(stage: int, adapters: bool) -> Any:
+    """Rank 0 has nothing to learn in its second and third update."""
+    reference, ours = updates.pair(lambda: updates.build("llama", adapters), config(stage, lr=0.0))
+    ours.hilore.force(Action.RECOMPUTE)
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch.on(patch)
+        for number in range(3):
+            lengths = [0, 0, 0, 0] if number > 0 and dist.get_rank() == 0 else None
+            expected = update(reference, number, lengths=lengths)
+            errors.append(difference(expected, update(ours, number, lengths=lengths)))
+    return {"errors": errors, "shares": watch.shares}
+
+
+@pytest.mark.parametrize(("stage", "adapters"), [(1, True), (2, False), (3, True), (3, False)])
+def test_a_rank_without_anything_live(ranks: RankPool, stage: int, adapters: bool) -> None:
+    """It replays nothing, and delivers zeros for every parameter: nobody hangs."""
+    first, second = ranks.run(f"{HERE}:dead_rank", stage=stage, adapters=adapters)
+    assert max(*first["errors"], *second["errors"]) < 1e-6
+    assert first["shares"][2:] == [0.0] * 6 and min(second["shares"]) > 0
+
+
 def schedule(stage: int, announce: bool) -> list[Record]:
     made = updates.hilore_engine(updates.build(), config(stage))
     made.hilore.force(Action.RECOMPUTE)
@@ -155,7 +181,7 @@ def test_the_schedule_does_not_depend_on_what_is_pruned(ranks: RankPool, stage: 
 
 def planned() -> Any:
     """Updates without a forced plan, at a budget that stores nothing."""
-    reference, ours = updates.pair(updates.build, config(2), memory_budget="1.0x", planner={"solver": "greedy"})
+    reference, ours = updates.pair(updates.build, config(2, lr=0.0), memory_budget="1.0x", planner={"solver": "greedy"})
     errors, pruned, settled, replayed = [], [0], [], []
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch.on(patch)

@@ -55,7 +55,7 @@ LOSSES = {"beta": kl_loss, "entropy": entropy_loss, "hidden": hidden_loss, "wron
 
 
 def unannounced(stage: int, loss: str) -> Any:
-    reference, ours = updates.pair(updates.build, config(stage))
+    reference, ours = updates.pair(updates.build, config(stage, lr=0.0))
     ours.hilore.force(Action.RECOMPUTE)
     errors = []
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +83,7 @@ def test_gradients_that_nobody_announced(ranks: RankPool, loss: str, stage: int)
 
 def mixture(stage: int) -> Any:
     """A mixture of experts whose router is part of the loss."""
-    reference, ours = updates.pair(lambda: updates.build("mixtral"), config(stage))
+    reference, ours = updates.pair(lambda: updates.build("mixtral"), config(stage, lr=0.0))
     ours.hilore.force(Action.RECOMPUTE)
 
     def loss(made: Any, batch: Sample) -> Tensor:
@@ -111,7 +111,7 @@ class Broken(Exception):
 
 def interrupted(stage: int) -> Any:
     """Each update is broken off in the backward of its first layer's replay, then done."""
-    reference, ours = updates.pair(updates.build, config(stage))
+    reference, ours = updates.pair(updates.build, config(stage, lr=0.0))
     ours.hilore.force(Action.RECOMPUTE)
     layer = decoder_layers(ours.module)[0]
     armed, raised, errors = [False], 0, []
@@ -143,7 +143,7 @@ def test_a_good_update_after_an_exception(ranks: RankPool, stage: int) -> None:
 
 def between(stage: int) -> Any:
     """Forwards without grad between forward and backward, and an exact gradient beside the engine after it."""
-    reference, ours = updates.pair(updates.build, config(stage))
+    reference, ours = updates.pair(updates.build, config(stage, lr=0.0))
     ours.hilore.force(Action.RECOMPUTE)
 
     def loss(made: Any, batch: Sample) -> Tensor:
@@ -163,10 +163,34 @@ def test_forwards_without_grad_between(ranks: RankPool, stage: int) -> None:
         assert seen["share"] < 0.9
 
 
+def twice(stage: int) -> Any:
+    """Two forwards with grad before one backward: each parameter gets one gradient, the sum."""
+    reference, ours = updates.pair(updates.build, config(stage, lr=0.0))
+    ours.hilore.force(Action.RECOMPUTE)
+
+    def loss(made: Any, batch: Sample) -> Tensor:
+        return policy_loss(made, batch) + 0.5 * policy_loss(made, sample(78, [32, 9, 0, 32]))
+
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch.on(patch)
+        for number in range(2):
+            expected = update(reference, number, loss)
+            errors.append(difference(expected, update(ours, number, loss)))
+    return {"errors": errors, "calls": len(watch.shares)}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_forwards_before_one_backward(ranks: RankPool, stage: int) -> None:
+    for seen in ranks.run(f"{HERE}:twice", stage=stage):
+        assert max(seen["errors"]) < 1e-6
+        assert seen["calls"] == 2 * 2 * 3 - 1
+
+
 def dropout() -> Any:
     """LoRA dropout: the same random numbers as without pruning, hence the same gradients."""
     build = lambda: lora(FAMILIES["llama"](), lora_dropout=0.2)  # noqa: E731
-    reference, ours = updates.pair(build, config(2))
+    reference, ours = updates.pair(build, config(2, lr=0.0))
     ours.hilore.force(Action.RECOMPUTE)
     errors = [difference(update(reference, n), update(ours, n)) for n in range(2)]
     return {"errors": errors, "refused": [refusal.reason.name for refusal in ours.hilore.pruner.refused.values()]}

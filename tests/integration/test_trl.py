@@ -45,7 +45,7 @@ def _trainer(folder: Path, stage: int, block: bool, rank: int) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
     }
     if block:
-        settings["hilore"] = {"memory_budget": "2x"}
+        settings["hilore"] = {"memory_budget": "2x", "planner": {"trial_microbatches": 0}}
     config = GRPOConfig(
         output_dir=str(folder / f"out{rank}"),
         use_cpu=True,

@@ -34,7 +34,7 @@ def hilore_engine(model: nn.Module, settings: dict[str, Any], **block: Any) -> A
 
     Without a trial, unless told otherwise: on models this small it would measure noise, and plans would be chance.
     """
-    block = {"planner": {"trial_microbatches": 0}} | block
+    block = block | {"planner": {"trial_microbatches": 0} | block.get("planner", {})}
     trainable = [p for p in model.parameters() if p.requires_grad]
     made, *_ = ds_hilore.initialize(
         model=model, model_parameters=trainable, config=settings | {"hilore": ANY_BUDGET | block}
