@@ -41,8 +41,8 @@ def scales_of(absmax: Tensor, inverse_largest: float, dtype: torch.dtype) -> Ten
     Multiplies by the inverse of the largest code, as torch on CUDA would do with a division by a number.
     """
     scales = (absmax * inverse_largest).clamp_(min=SMALLEST_SCALE)
-    # Not "absmax > limit": NaN must count as too large.
-    return scales.masked_fill_((absmax <= largest_absmax(dtype)).logical_not_(), torch.nan).to(SCALE_DTYPE)
+    # An absmax of NaN is still NaN here.
+    return scales.masked_fill_(absmax > largest_absmax(dtype), torch.nan).to(SCALE_DTYPE)
 
 
 def encode(sheet: Tensor, group: int, largest: float, code_dtype: torch.dtype, rounder: Rounder) -> Encoded:

@@ -296,6 +296,17 @@ def test_error_falls_from_codec_to_codec(name: str) -> None:
     assert payload.relative_error.item() == pytest.approx(expected[name], rel=0.05)
 
 
+@pytest.mark.parametrize("exponent", [-32, -20, 20, 37])
+@pytest.mark.parametrize("name", [name for name in codec_names() if name != "fp8_e4m3:unscaled"])
+def test_error_does_not_depend_on_scale(name: str, exponent: int) -> None:
+    """Down to the smallest normal number over the codes' range, which is 1.5e-36 for int8 and 5e-36 for e4m3."""
+    tensor = t.values((16, 1536), torch.float32, 0, seed=0)
+    expected = codec_named(name).encode(tensor)
+    found = codec_named(name).encode((tensor.double() * 10.0**exponent).float())
+    error, value = found.squares.sqrt()
+    assert (error / value).item() == pytest.approx(expected.relative_error.item(), rel=0.02)
+
+
 def test_payload_is_frozen_and_another_codecs_payload_is_refused() -> None:
     payload = codec_named("int8").encode(torch.randn(4, 64))
     with pytest.raises(AttributeError):
