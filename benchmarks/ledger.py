@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +120,21 @@ def predict(engine: Any, causal: Any, tokens: int, level: int) -> tuple[int, str
     from ds_hilore.profiling.cost_model import DeviceSpeed, analytic_profile, head_costs, layer_costs
     from ds_hilore.profiling.fit import whole
 
-    account, shape = zero_account(facts_of(engine)), Shape(2, tokens)
+    facts, shape = facts_of(engine), Shape(2, tokens)
+    account, gradients = zero_account(facts), facts.growing_gradients()
     chunk = min(CHUNK_BYTES // (4 * VOCABULARY), shape.tokens)
-    geometry = read_model(causal, Trained(chunk_tokens=chunk))
+    geometry = read_model(causal, Trained(chunk_tokens=chunk, gated_function=True))
     speed = DeviceSpeed(1e11, 1e10)  # seconds do not matter here
+    paths = [path for path, _ in engine.hilore.parts.unit_names.values()]
+    costs = [layer_costs(layer) for layer in geometry.layers]
+    if not facts.stepped:  # the first replay of a class is made a second time, to prove what is dead
+        costs = [replace(c, gradient_bytes=c.replayed_bytes + c.gradient_bytes) for c in costs]
     units = tuple(
-        analytic_profile(UnitId(f"layer {i}"), str(i), layer_costs(layer), shape, speed)
-        for i, layer in enumerate(geometry.layers)
+        analytic_profile(UnitId(path), path, cost, shape, speed, gradients.get(path, 0))
+        for path, cost in zip(paths, costs, strict=True)
     )
-    forward, loss, backward = (count - account.at(Moment.REST) + level for count in account.planning_bases())
+    bases = account.planning_bases(sum(unit.grad_bytes for unit in units))
+    forward, loss, backward = (count - account.at(Moment.REST) + level for count in bases)
     loss += whole(head_costs(geometry.head).workspace_bytes.of(shape))
     rows = evaluate(Problem(units, 2**62, forward, loss, backward), {})
     peak = account.update_peak(rows.peak_bytes, level)
@@ -307,7 +313,7 @@ def main() -> None:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([{**dataclasses.asdict(r), "error": r.error} for r in results], indent=1))
     shown = worst_ranks(results)
-    Console().print(table(shown))
+    Console(width=140).print(table(shown))
     if arguments.write is not None:
         write(shown, arguments.write)
 

@@ -75,7 +75,7 @@ def facts_of_config(
     optimizer, unnamed = _describe(name, group, where)
     accumulation = _given(ds).get("gradient_accumulation_steps", 1)
     return ZeroFacts(
-        parameters=_parameters_of(model, units if zero.stage == 3 else (), 2 if half else None),
+        parameters=_planned_parameters(model, units, zero.stage == 3, 2 if half else None),
         world_size=world_size,
         rank=rank,
         half=half is not None,
@@ -147,17 +147,20 @@ def parameter_groups(optimizer: Any) -> list[list[nn.Parameter]]:
 def _parameters(engine: Any) -> tuple[Parameter, ...]:
     """In the model's order, which is that of its forward for decoder models."""
     groups = {id(p): number for number, group in enumerate(parameter_groups(engine.optimizer)) for p in group}
+    controller = getattr(engine, "hilore", None)
+    homes = _homes(engine.module, controller.parts.unit_names if controller is not None else ())
     names = {module: name for name, module in engine.module.named_modules()}
     found = []
     for name, p in engine.module.named_parameters():
         leaf = getattr(p, "ds_z3_leaf_module", None)
         stored = getattr(p, "ds_tensor", None)
+        home = homes.get(id(p), name.rpartition(".")[0])
         found.append(
             Parameter(
                 numel=int(getattr(p, "ds_numel", p.numel())),
                 trainable=p.requires_grad,
                 element_bytes=(p if stored is None else stored).element_size(),
-                module=name.rpartition(".")[0] if leaf is None else names[leaf],
+                module=home if leaf is None else names[leaf],
                 leaf=leaf is not None,
                 group=groups.get(id(p), 0),
             )
@@ -165,20 +168,27 @@ def _parameters(engine: Any) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
-def _parameters_of(model: nn.Module, units: Iterable[nn.Module], element_bytes: int | None) -> tuple[Parameter, ...]:
+def _planned_parameters(
+    model: nn.Module, units: Iterable[nn.Module], leaf: bool, element_bytes: int | None
+) -> tuple[Parameter, ...]:
     """The same for a model that no engine has taken yet."""
-    names = {module: name for name, module in model.named_modules()}
-    leaves = {id(p): names[unit] for unit in units for p in unit.parameters()}
+    homes = _homes(model, units)
     return tuple(
         Parameter(
             numel=p.numel(),
             trainable=p.requires_grad,
             element_bytes=element_bytes or p.element_size(),
-            module=leaves.get(id(p), name.rpartition(".")[0]),
-            leaf=id(p) in leaves,
+            module=homes.get(id(p), name.rpartition(".")[0]),
+            leaf=leaf and id(p) in homes,
         )
         for name, p in model.named_parameters()
     )
+
+
+def _homes(model: nn.Module, units: Iterable[nn.Module]) -> dict[int, str]:
+    """Path of the unit that a parameter lies in, by id."""
+    names = {module: name for name, module in model.named_modules()}
+    return {id(p): names[unit] for unit in units for p in unit.parameters()}
 
 
 def _containers(model: nn.Module) -> int:

@@ -121,12 +121,14 @@ class Account:
         fullest = max(Moment, key=lambda moment: self.at(moment, place))
         return fullest, self.at(fullest, place)
 
-    def planning_bases(self) -> tuple[int, int, int]:
+    def planning_bases(self, growing_bytes: int = 0) -> tuple[int, int, int]:
         """What the planner's forward, loss and backward rows start from, without a run; loss workspace aside.
 
-        Gradients are in it, so the units of that problem have `grad_bytes` 0.
+        Args:
+            growing_bytes: gradients that the units bring with their backward (`grad_bytes` of their profiles), which
+                are in the account of the backward and are not to count twice (`ZeroFacts.growing_gradients`).
         """
-        return self.at(Moment.FORWARD), self.at(Moment.LOSS), self.at(Moment.BACKWARD)
+        return self.at(Moment.FORWARD), self.at(Moment.LOSS), self.at(Moment.BACKWARD) - growing_bytes
 
     def update_peak(self, microbatch_peak_bytes: int, level_bytes: int | None = None) -> int:
         """Peak of a whole update, given that of its fullest microbatch (a plan's), and the levels of REDUCE and STEP.

@@ -36,8 +36,8 @@ class Parameter:
         numel: elements of the whole parameter.
         trainable: it has a gradient.
         element_bytes: of its dtype.
-        module: what ZeRO-3 gathers it with: the recovery unit it lies in, else its own module.
-        leaf: that module is a ZeRO-3 leaf, as recovery units are.
+        module: the recovery unit it lies in, else its own module. What ZeRO-3 gathers it with.
+        leaf: that module is a ZeRO-3 leaf, as recovery units are under ZeRO-3.
         group: parameter group of the optimizer.
     """
 
@@ -175,6 +175,13 @@ class ZeroFacts:
                 found.append(p)
                 total += p.numel
         return tuple(found)
+
+    def growing_gradients(self) -> dict[str, int]:
+        """Bytes by module of gradients that appear with its backward and stay until all are there: not reduced on the
+        way (stages 0 and 1), and not there from an earlier microbatch. Empty where there are none such."""
+        if self.stage > 1 or self.accumulation > 1:
+            return {}
+        return {name: sum(p.bytes for p in of if p.trainable) for name, of in self.modules().items()}
 
     def modules(self) -> dict[str, tuple[Parameter, ...]]:
         """Parameters by what is gathered at once, in the model's order."""

@@ -46,6 +46,14 @@ def test_sums_by_moment_and_place() -> None:
 def test_a_microbatch_and_the_planners_rows() -> None:
     account = Account((Entry(Item.FROZEN, 100),)).with_entries(workload(10, 20, 5))
     assert account.planning_bases() == (110, 130, 115)
+    assert account.planning_bases(growing_bytes=5) == (110, 130, 110)
+
+
+def test_gradients_that_grow_with_the_backward() -> None:
+    for stage in (0, 1):
+        assert facts(stage).growing_gradients() == {"layer": 40}
+        assert facts(stage, accumulation=2).growing_gradients() == {}
+    assert facts(2).growing_gradients() == facts(3).growing_gradients() == {}
 
 
 def test_peak_of_an_update_is_that_of_its_fullest_moment() -> None:
