@@ -173,11 +173,16 @@ def _last_is_needed(layer: LayerGeometry) -> bool:
 
 
 def _gradients(layer: LayerGeometry) -> Rate:
-    """Gradients that live at once in the backward of the MLP's product; its result has been used up by then."""
+    """Gradients that live at once in the backward of the MLP's product, which has been used up by then; and the one
+    that came in, which the residual path needs.
+
+    An adapter on the last projection gives a second gradient beside the frozen weight's, and their sum is a third.
+    """
     experts = layer.experts
     width = layer.intermediate if experts is None else experts.per_token * experts.width + experts.shared_width
-    count = (2 if layer.gated_function else 3) if layer.gated else 2
-    return Rate(per_token=float((count - 1) * width * layer.value_bytes))
+    adapted = layer.adapters is not None and bool(layer.adapters.down if experts is None else layer.adapters.experts)
+    count = 3 if adapted or (layer.gated and not layer.gated_function) else 2
+    return Rate(per_token=float(((count - 1) * width + layer.hidden) * layer.value_bytes))
 
 
 # -- head ----------------------------------------------------------------------------------------------------------
@@ -194,15 +199,18 @@ class HeadCosts:
 
 def head_costs(head: HeadGeometry) -> HeadCosts:
     """Whole logits: they, their log-softmax, and two gradients of that live at once. Chunks: one chunk's logits, and
-    the gradients of the hidden states, which a frozen head makes in forward."""
+    the gradients of the hidden states, which a frozen head makes in forward; a trained one sums its own in float32.
+    Hidden states: as the last layer gives them, normalised, and shifted by the caller."""
     product = Rate(2.0 * head.hidden * head.vocabulary)
     size, row = head.value_bytes, float(head.vocabulary)
+    states = 3.0 * head.hidden * size
     if head.chunk_tokens is None:
-        workspace = Rate(row * (size + 12))
+        workspace = Rate(row * (size + 12) + states)
         forward, backward = product, product.times(2 if head.trained else 1)
     else:
         copies = 4 if size == 4 else 4 + size
-        workspace = Rate(float(head.hidden * size), constant=row * head.chunk_tokens * copies)
+        sums = row * head.hidden * 4 if head.trained else 0.0
+        workspace = Rate(states + head.hidden * size, constant=row * head.chunk_tokens * copies + sums)
         # frozen: both products in forward; trained: logits are made again in backward
         forward, backward = (product, product.times(3)) if head.trained else (product.times(2), Rate())
     weights = Rate(constant=row * head.hidden * size)

@@ -99,7 +99,10 @@ def test_a_gated_function_saves_two_wide_tensors_and_their_product() -> None:
     plain, fused = layer_costs(LORA), layer_costs(replace(LORA, gated_function=True))
     assert plain.torch_bytes.per_token - fused.torch_bytes.per_token == 4 * 1536
     assert plain.base_bytes == fused.base_bytes
+    assert plain.gradient_bytes == fused.gradient_bytes, "of the adapter, of the frozen weight, and their sum"
+    plain, fused = layer_costs(SMALL), layer_costs(replace(SMALL, gated_function=True))
     assert plain.gradient_bytes.per_token - fused.gradient_bytes.per_token == 4 * 1536
+    assert fused.gradient_bytes.per_token == 4 * (1536 + 576), "and the one that came in"
 
 
 @pytest.mark.parametrize(
@@ -201,12 +204,13 @@ def test_sizes_that_make_no_layer_are_refused(change: dict[str, int]) -> None:
 def test_whole_logits_and_chunks() -> None:
     whole = head_costs(HeadGeometry(576, 49152, value_bytes=2))
     chunked = head_costs(HeadGeometry(576, 49152, value_bytes=2, chunk_tokens=256))
-    assert whole.workspace_bytes == Rate(49152.0 * 14)
-    assert chunked.workspace_bytes == Rate(576.0 * 2, constant=49152.0 * 256 * 6)
+    assert whole.workspace_bytes == Rate(49152.0 * 14 + 3 * 576 * 2)
+    assert chunked.workspace_bytes == Rate(4 * 576.0 * 2, constant=49152.0 * 256 * 6)
     product = 2.0 * 576 * 49152
     assert (whole.forward.flops, whole.backward.flops) == (Rate(product), Rate(product))
     assert (chunked.forward.flops, chunked.backward.flops) == (Rate(2 * product), Rate())
     trained = head_costs(HeadGeometry(576, 49152, trained=True, chunk_tokens=256))
+    assert trained.workspace_bytes.constant - chunked.workspace_bytes.constant == 4 * 576 * 49152
     assert trained.forward.flops + trained.backward.flops == Rate(4 * product)  # objective/chunked.py: four products
 
 
