@@ -9,6 +9,7 @@ What is read, by optimizer (deepspeed 0.19.8; names that 0.18.3 lacks are looked
                                       averaged_gradients, all_grad_tensors, offload buffers
     DeepSpeedZeroOptimizer_Stage3     ds_tensor, fp32_partitioned_groups_flat, grad_partitions_flat_buffer, ipg_buckets,
                                       whole parameters by ds_status
+    DeepSpeedZeRoOffload              ds_tensor, whole parameters by ds_status (a reference model under stage 3)
 
 Bytes are those of storages, as an allocator counts them; pages that were never written to count too.
 """
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hilore.core.types import Place
 from ds_hilore.memory.ledger import ALWAYS, Account, Entry, Item
@@ -35,6 +36,8 @@ def account_of(engine: Any) -> Account:
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         _read_stage_3(reader, engine)
+    elif hasattr(optimizer, "persistent_parameters"):
+        _read_shards(reader, engine.module, optimizer.offload_device is not None)
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):
         _read_stage_1_and_2(reader, optimizer)
     elif hasattr(optimizer, "fp32_groups_gradients_flat"):
@@ -125,8 +128,6 @@ def _offloads_optimizer(optimizer: Any) -> bool:
 
 
 def _read_stage_3(reader: _Reader, engine: Any) -> None:
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
     optimizer = engine.optimizer
     host = _place(optimizer.offload_optimizer)
     for bucket in optimizer.ipg_buckets.values():
@@ -134,9 +135,17 @@ def _read_stage_3(reader: _Reader, engine: Any) -> None:
     reader.take(Item.PARTITION, [optimizer.grad_partitions_flat_buffer], host)
     reader.take(Item.MASTER, optimizer.fp32_partitioned_groups_flat, host)
     reader.take(Item.MASTER_GRADIENTS, (master.grad for master in optimizer.fp32_partitioned_groups_flat), host)
-    for parameter in engine.module.parameters():
+    _read_shards(reader, engine.module, optimizer.offload_param)
+
+
+def _read_shards(reader: _Reader, model: nn.Module, offloaded: bool) -> None:
+    """This rank's shards under ZeRO-3, and what of the parameters is whole just now."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for parameter in model.parameters():
+        sharded: Any = parameter
         item = Item.TRAINABLE if parameter.requires_grad else Item.FROZEN
-        reader.take(item, [parameter.ds_tensor], _place(optimizer.offload_param))
+        reader.take(item, [sharded.ds_tensor], _place(offloaded))
         reader.take(Item.SECONDARY, [getattr(parameter, "ds_secondary_tensor", None)])
-        if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-            reader.take(Item.PERSISTENT if parameter.ds_persist else Item.GATHERED, [parameter.data])
+        if sharded.ds_status == ZeroParamStatus.AVAILABLE:
+            reader.take(Item.PERSISTENT if sharded.ds_persist else Item.GATHERED, [parameter.data])

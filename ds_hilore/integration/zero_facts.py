@@ -40,6 +40,7 @@ def facts_of(engine: Any, *, stepped: bool | None = None) -> ZeroFacts:
         containers=_containers(engine.module),
         lazy_pages=device == "cpu",
         stepped=engine.global_steps > 0 if stepped is None else stepped,
+        buffer_bytes=_buffer_bytes(engine.module),
         unknown=(*unnamed, *_unknown_settings(zero), *experts),
         **_zero_settings(zero),
     )
@@ -74,19 +75,21 @@ def facts_of_config(
     name, group = _optimizer_of(ds, settings["offload_optimizer"])
     optimizer, unnamed = _describe(name, group, where)
     accumulation = _given(ds).get("gradient_accumulation_steps", 1)
+    given_types = _given(ds.get("data_types", {}))
     return ZeroFacts(
         parameters=_planned_parameters(model, units, zero.stage == 3, 2 if half else None),
         world_size=world_size,
         rank=rank,
         half=half is not None,
         accumulation=int(accumulation),
-        accumulation_bytes=_size(_given(ds.get("data_types", {})).get("grad_accum_dtype") or own),
+        accumulation_bytes=_size(given_types.get("grad_accum_dtype") or own),
         communication_bytes=_size(_given(ds).get("communication_data_type") or own),
         optimizer=optimizer,
         fused=name == "FusedAdam",
         containers=_containers(model),
         lazy_pages=device == "cpu",
         stepped=stepped,
+        buffer_bytes=_buffer_bytes(model, given_types.get("buffer_dtype") if half else None),
         unknown=(*unnamed, *_unknown_settings(zero)),
         **settings,
     )
@@ -189,6 +192,16 @@ def _homes(model: nn.Module, units: Iterable[nn.Module]) -> dict[int, str]:
     """Path of the unit that a parameter lies in, by id."""
     names = {module: name for name, module in model.named_modules()}
     return {id(p): names[unit] for unit in units for p in unit.parameters()}
+
+
+def _buffer_bytes(model: nn.Module, dtype: str | None = None) -> int:
+    """Source: DeepSpeedEngine._cast_module_mixed_precision; before 0.19 all are converted to the parameters' dtype.
+
+    Args:
+        dtype: that floating-point buffers are converted to; default: they stay as they are.
+    """
+    held = (b for b in model.buffers() if b.numel() > 1)
+    return sum(b.numel() * (_size(dtype) if dtype and b.is_floating_point() else b.element_size()) for b in held)
 
 
 def _containers(model: nn.Module) -> int:

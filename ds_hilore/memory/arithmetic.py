@@ -30,7 +30,7 @@ _AFTER_REST = ALWAYS - {Moment.REST}
 def zero_account(facts: ZeroFacts) -> Account:
     """All of DeepSpeed's share of one rank's memory: what the model and its optimizer hold, activations aside."""
     build = _SCHEMES[facts.scheme]
-    entries = (entry for entry in (*_frozen(facts), *build(facts)) if entry.bytes)
+    entries = (entry for entry in (*_untrained(facts), *build(facts)) if entry.bytes)
     return Account(tuple(entries), facts.unknown, device_is_host=facts.lazy_pages)
 
 
@@ -45,10 +45,11 @@ def _numel(parameters: tuple[Parameter, ...]) -> int:
     return sum(p.numel for p in parameters)
 
 
-def _frozen(f: ZeroFacts) -> Iterator[Entry]:
+def _untrained(f: ZeroFacts) -> Iterator[Entry]:
     frozen = [p for p in f.parameters if not p.trainable]
     held = sum((f.shard(p) if f.stage == 3 else p.numel) * p.element_bytes for p in frozen)
     yield Entry(Item.FROZEN, held, f.parameter_place)
+    yield Entry(Item.BUFFERS, f.buffer_bytes)
 
 
 def _state(f: ZeroFacts, numel: int, from_start: bool = False) -> Entry:

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ds_hilore.core.types import Action, Place, UnitProfile, Variant
+
 _MB = 1e6
+
+
+def storing_bytes(units: Iterable[UnitProfile]) -> int:
+    """What the device would hold if every unit were stored, beyond what it holds if every unit is replayed.
+
+    Of several ways to store a unit, the one that saves most seconds, then the smallest, counts; a unit that can only be
+    replayed counts for nothing.
+    """
+    return sum(_storing_bytes(unit) for unit in units)
+
+
+def _storing_bytes(unit: UnitProfile) -> int:
+    ways = [v for v in unit.variants if v.action is Action.STORE and v.place is Place.DEVICE]
+    if not ways:
+        return 0
+
+    def preference(way: Variant) -> tuple[float, int]:
+        return -way.saved_seconds, way.held_bytes
+
+    return min(ways, key=preference).held_bytes - unit.variant("R").held_bytes
 
 
 @dataclass(frozen=True)
@@ -19,6 +42,7 @@ class Prize:
         replay_seconds: of all replays in it.
         planned_seconds: what the plan expects to save of those.
         planned_peak_bytes: what it expects to peak at.
+        storing_bytes: what storing every unit would hold beyond replaying it; None where it is not known.
     """
 
     budget_bytes: int
@@ -27,6 +51,7 @@ class Prize:
     replay_seconds: float
     planned_seconds: float
     planned_peak_bytes: int
+    storing_bytes: int | None = None
 
     @property
     def free_bytes(self) -> int:
@@ -54,6 +79,7 @@ class Prize:
             "planned_seconds": self.planned_seconds,
             "planned_share": self.planned_share,
             "planned_peak_bytes": self.planned_peak_bytes,
+            "storing_bytes": self.storing_bytes,
         }
 
     def lines(self) -> tuple[str, ...]:
@@ -66,7 +92,7 @@ class Prize:
             )
         return (
             f"free under the budget of {self.budget_bytes / _MB:.0f} MB: {self.free_bytes / _MB:.0f} MB "
-            f"(replaying every unit peaks at {self.replayed_peak_bytes / _MB:.0f} MB)",
+            f"(replaying every unit peaks at {self.replayed_peak_bytes / _MB:.0f} MB{self._storing()})",
             self._replays(),
             f"the plan expects to take {self.planned_share:.0%} of that, at a peak of "
             f"{self.planned_peak_bytes / _MB:.0f} MB",
@@ -74,6 +100,11 @@ class Prize:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    def _storing(self) -> str:
+        if self.storing_bytes is None:
+            return ""
+        return f", storing every unit takes {self.storing_bytes / _MB:.0f} MB more"
 
     def _replays(self) -> str:
         return (

@@ -93,6 +93,7 @@ class ZeroFacts:
         lazy_pages: the device is the CPU: memory that nothing was written to costs nothing, so a bucket is as large as
             its filling; and what is offloaded stays in the same memory.
         stepped: an update is behind, so optimizer state exists and persistent parameters are whole.
+        buffer_bytes: of the model's buffers, which no stage cuts.
         unknown: what the configuration has that this arithmetic does not know, in words.
 
     Raises:
@@ -124,6 +125,7 @@ class ZeroFacts:
     containers: int = 2
     lazy_pages: bool = False
     stepped: bool = True
+    buffer_bytes: int = 0
     unknown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -154,7 +156,8 @@ class ZeroFacts:
 
     @property
     def state_place(self) -> Place:
-        return Place.HOST if self.offload_optimizer else Place.DEVICE
+        """Stage 0 takes no notice of `offload_optimizer`."""
+        return Place.HOST if self.offload_optimizer and self.stage > 0 else Place.DEVICE
 
     @property
     def parameter_place(self) -> Place:
