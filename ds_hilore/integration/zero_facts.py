@@ -195,7 +195,7 @@ def _homes(model: nn.Module, units: Iterable[nn.Module]) -> dict[int, str]:
 
 
 def _buffer_bytes(model: nn.Module, dtype: str | None = None) -> int:
-    """Source: DeepSpeedEngine._cast_module_mixed_precision; before 0.19 all are converted to the parameters' dtype.
+    """Source: DeepSpeedEngine._cast_module_mixed_precision; 0.18.3 converts all to the parameters' dtype.
 
     Args:
         dtype: that floating-point buffers are converted to; default: they stay as they are.
