@@ -49,6 +49,11 @@ class Layout:
         """Dimensions but the last, outermost in memory first."""
         return tuple(sorted(range(len(self.base) - 1), key=lambda dim: -self.strides[dim]))
 
+    @property
+    def inverse(self) -> tuple[int, ...]:
+        """Undoes `order`."""
+        return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
+
     def rows(self, tensor: Tensor) -> Tensor:
         """`tensor` as [row_count, row_length]: a view where its memory allows, else a copy."""
         return self.permuted(tensor).reshape(self.row_count, self.row_length)
@@ -67,8 +72,7 @@ class Layout:
     def spread(self, values: Tensor) -> Tensor:
         """Values of rows, [row_count], as a tensor of shape[:-1]."""
         base = self.base
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return values.view([base[dim] for dim in self.order]).permute(inverse).expand(self.shape[:-1])
+        return values.view([base[dim] for dim in self.order]).permute(self.inverse).expand(self.shape[:-1])
 
     def permuted(self, tensor: Tensor) -> Tensor:
         """View of `tensor` without repetitions, outermost dimension in memory first, the last dimension last."""
@@ -88,8 +92,7 @@ class Layout:
         """Dense rows, [row_count, row_length], as a view of the tensor's shape."""
         if not self.shape:
             return sheet.view(())
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return self.unfolded(sheet).permute(*inverse, len(self.shape) - 1).expand(self.shape)
+        return self.unfolded(sheet).permute(*self.inverse, len(self.shape) - 1).expand(self.shape)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

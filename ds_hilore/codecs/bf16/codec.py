@@ -27,8 +27,5 @@ class Bf16(Codec):
 
         return kernel
 
-    def _group(self, length: int) -> None:
-        return None
-
     def _row_bytes(self, length: int) -> int:
         return length * torch.bfloat16.itemsize

@@ -15,12 +15,14 @@ from ds_hilore.codecs.tiles.kernel import (
     absmax_of,
     bf16_rounded,
     inverse_of,
+    read,
     rounded_to,
     size_of,
     store_squares,
     tile,
     tiles_of,
     widened,
+    write,
 )
 
 
@@ -48,8 +50,7 @@ def _encode(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row, _, column, across = tile(columns, GROUP, K, R)
     inside = (row < rows) & (column < length)
-    values = tl.load(values_ptr + row * stride_row + column.to(tl.int64) * stride_column, mask=inside, other=0.0)
-    values = widened(values)
+    values = read(values_ptr, row, column, stride_row, stride_column, inside)
     nearest = bf16_rounded(values)
     tl.store(codes_ptr + row * length + column, rounded_to(nearest, tl.bfloat16), mask=inside)
     size = size_of(absmax_of(values))
@@ -65,5 +66,4 @@ def _decode(  # type: ignore[no-untyped-def]
     row, _, column, _ = tile(columns, GROUP, K, R)
     inside = (row < rows) & (column < length)
     codes = tl.load(codes_ptr + row * length + column, mask=inside, other=0.0)
-    values = rounded_to(widened(codes), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * stride_row + column.to(tl.int64) * stride_column, values, mask=inside)
+    write(out_ptr, row, column, stride_row, stride_column, widened(codes), inside)

@@ -20,38 +20,31 @@ def _half_step(tensor: Tensor, step: Tensor | float) -> Tensor:
     return torch.maximum(tensor.double().abs() * HALF_ULP, torch.as_tensor(step * HALF_SUBNORMAL, dtype=torch.float64))
 
 
-class Fp8E4M3(GroupedCodec):
+class _E4M3(Codec):
+    """Both have one pair of twins, which look at whether there are groups."""
+
+    def _reference(self) -> Twin:
+        return reference
+
+    def _kernel(self) -> Twin:
+        from ds_hilore.codecs.fp8_e4m3 import kernel
+
+        return kernel
+
+
+class Fp8E4M3(_E4M3, GroupedCodec):
     """Error: 2^-4 of the value, or 2^-19 of its group's absmax where that is more."""
 
     def error_bound(self, tensor: Tensor) -> Tensor:
         step = step_of(tensor, self.group, reference.LARGEST).view(tensor.shape)
         return with_rounding(tensor, _half_step(tensor, step))
 
-    def _reference(self) -> Twin:
-        return reference
 
-    def _kernel(self) -> Twin:
-        from ds_hilore.codecs.fp8_e4m3 import kernel
-
-        return kernel
-
-
-class UnscaledFp8E4M3(Codec):
+class UnscaledFp8E4M3(_E4M3):
     """Error: 2^-4 of the value, at least 2^-10; beyond 448, values become 448."""
 
     def error_bound(self, tensor: Tensor) -> Tensor:
         return with_rounding(tensor, torch.maximum(_half_step(tensor, 1.0), tensor.double().abs() - reference.LARGEST))
-
-    def _reference(self) -> Twin:
-        return reference
-
-    def _kernel(self) -> Twin:
-        from ds_hilore.codecs.fp8_e4m3 import kernel
-
-        return kernel
-
-    def _group(self, length: int) -> None:
-        return None
 
     def _row_bytes(self, length: int) -> int:
         return length

@@ -22,6 +22,7 @@ from ds_hilore.codecs.tiles.kernel import (
     LAUNCH,
     absmax_of,
     inverse_of,
+    read,
     rounded_to,
     scale_of,
     size_of,
@@ -29,6 +30,7 @@ from ds_hilore.codecs.tiles.kernel import (
     tile,
     tiles_of,
     widened,
+    write,
 )
 
 INVERSE_LARGEST = tl.constexpr(1.0 / LARGEST)
@@ -90,8 +92,7 @@ def _encode(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row, group, column, across = tile(columns, GROUP, K, R)
     inside = (row < rows) & (column < length)
-    values = tl.load(values_ptr + row * stride_row + column.to(tl.int64) * stride_column, mask=inside, other=0.0)
-    values = widened(values)
+    values = read(values_ptr, row, column, stride_row, stride_column, inside)
     absmax = absmax_of(values)
     if SCALED:
         unit = scale_of(absmax, INVERSE_LARGEST, limit)
@@ -122,5 +123,4 @@ def _decode(  # type: ignore[no-untyped-def]
         values *= widened(tl.load(scales_ptr + row * groups + group, mask=own, other=1.0))
     else:
         values *= tl.load(scales_ptr)
-    values = rounded_to(values, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * stride_row + column.to(tl.int64) * stride_column, values, mask=inside)
+    write(out_ptr, row, column, stride_row, stride_column, values, inside)

@@ -19,12 +19,14 @@ from ds_hilore.codecs.tiles.kernel import (
     LAUNCH,
     absmax_of,
     inverse_of,
+    read,
     rounded_to,
     scale_of,
     store_squares,
     tile,
     tiles_of,
     widened,
+    write,
 )
 
 INVERSE_LARGEST = tl.constexpr(1.0 / LARGEST)
@@ -61,8 +63,7 @@ def _encode(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row, group, column, across = tile(columns, GROUP, K, R)
     inside = (row < rows) & (column < length)
-    values = tl.load(values_ptr + row * stride_row + column.to(tl.int64) * stride_column, mask=inside, other=0.0)
-    values = widened(values)
+    values = read(values_ptr, row, column, stride_row, stride_column, inside)
     scale = scale_of(absmax_of(values), INVERSE_LARGEST, limit)
     inverse = inverse_of(scale)
     units = values * inverse
@@ -83,5 +84,5 @@ def _decode(  # type: ignore[no-untyped-def]
     inside = (row < rows) & (column < length)
     codes = tl.load(codes_ptr + row * length + column, mask=inside, other=0)
     scale = tl.load(scales_ptr + row * groups + group, mask=(row < rows) & (group < groups), other=1.0)
-    values = rounded_to(codes.to(tl.float32) * widened(scale), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * stride_row + column.to(tl.int64) * stride_column, values, mask=inside)
+    values = codes.to(tl.float32) * widened(scale)
+    write(out_ptr, row, column, stride_row, stride_column, values, inside)

@@ -126,6 +126,19 @@ def widened(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def read(pointer, row, column, stride_row, stride_column, inside):  # type: ignore[no-untyped-def]
+    """The tile's values as float32, 0 outside of the rows. Strides may be any."""
+    return widened(tl.load(pointer + row * stride_row + column.to(tl.int64) * stride_column, mask=inside, other=0.0))
+
+
+@triton.jit
+def write(pointer, row, column, stride_row, stride_column, values, inside):  # type: ignore[no-untyped-def]
+    """Stores float32 values of the tile in the dtype of what they are stored into."""
+    rounded = rounded_to(values, pointer.dtype.element_ty)
+    tl.store(pointer + row * stride_row + column.to(tl.int64) * stride_column, rounded, mask=inside)
+
+
+@triton.jit
 def scale_of(absmax, inverse_largest, limit):  # type: ignore[no-untyped-def]
     """As `scaled.scales_of`, float32."""
     scale = bf16_rounded(tl.maximum(absmax * inverse_largest, SMALLEST))
