@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from ds_hilore.core import deps
 from ds_hilore.core.errors import UnsupportedError
 from ds_hilore.profiling.cost_model import DeviceSpeed, unit_rates
 from ds_hilore.profiling.geometry import Adapters, Attention, Experts, HeadGeometry, LayerGeometry, ModelGeometry, Norm
@@ -97,21 +96,6 @@ class Setting:
     longest: int | None = None
     chunk_tokens: int | None = None
     gated_function: bool = False
-
-
-def load_config(path: str) -> Any:
-    """The transformers config in a folder, or of a name that is cached here.
-
-    Raises:
-        UnsupportedError: there is none that can be read.
-    """
-    deps.require("transformers")
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UnsupportedError(f"{path}: no model config can be read there ({error})") from error
 
 
 def read_config(config: Any, setting: Setting | None = None) -> ModelGeometry:

@@ -189,6 +189,8 @@ def _know_proportions(engine: Any, controller: Controller) -> None:
 def _keep_profile(engine: Any, config: HiLoReConfig, controller: Controller, rank: int) -> None:
     """What an earlier run of this setting has measured is taken over; what this one measures is stored, by one rank
     for all that measure the same."""
+    if config.profile.path is None:
+        return
     key = profile_fingerprint(
         engine.module,
         zero_stage=engine.zero_optimization_stage(),
@@ -196,10 +198,10 @@ def _keep_profile(engine: Any, config: HiLoReConfig, controller: Controller, ran
         loss_path="any",  # the loss is no unit
         device=torch.device(engine.device),
     )
-    stage = getattr(engine, "stage_id", None)
+    stage = getattr(engine, "stage_id", None)  # of a pipeline
     store = ProfileStore(config.profile.path, key, "all" if stage is None else f"stage{stage}")
     controller.learning.known = isinstance(store.restore(controller.measurements), StoredProfile)
-    if rank == 0 or getattr(engine, "stage_id", 0) > 0:
+    if rank == 0 or stage:
         controller.learning.learnt = store.save
 
 

@@ -52,11 +52,12 @@ def fingerprint(
     return {
         "versions": {name: deps.installed_version(name) for name in _PACKAGES},
         "hilore block": config.fingerprint(),
-        "DeepSpeed JSON": _digest(json.dumps(rest, sort_keys=True, default=str)),
-        "model parameters": _digest(repr(shapes)),
+        "DeepSpeed JSON": digest(json.dumps(rest, sort_keys=True, default=str)),
+        "model parameters": digest(repr(shapes)),
         "number of units": len(list(units)),
     }
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """A short name for a text that is too long to compare by eye."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -17,6 +17,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_hilore.integration.refusals import is_compiled
 from ds_hilore.recovery.gated import Gate, gated_product
 from ds_hilore.recovery.unit import inside_unit
 
@@ -72,7 +73,7 @@ def apply_gated_mlps(units: Iterable[nn.Module]) -> list[nn.Module]:
     """
     changed = []
     for unit in units:
-        if any(_is_compiled(module) for module in unit.modules()):
+        if any(is_compiled(module) for module in unit.modules()):
             continue
         for module, lean, gate in _known_mlps(unit):
             # a partial over functions of this module: pickles, and a deep copy of the model changes the copy
@@ -140,7 +141,3 @@ def _gate_of(activation: Any) -> Gate | None:
         if isinstance(function, functools.partial) and function.func is F.gelu:
             return Gate(function.keywords.get("approximate", "none"))
     return None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -14,7 +14,6 @@ middle of `train_batch`: other stages wait for messages that never come.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch import nn
 
 from ds_hilore.core.errors import ConfigError, UnsupportedError, UsageError
 from ds_hilore.integration.checkpoint import ModelParallelRng, checkpoint
+from ds_hilore.integration.fingerprint import digest
 from ds_hilore.integration.gated_mlp import apply_gated_mlps, undo_gated_mlps
 from ds_hilore.integration.host import AttachedHost
 from ds_hilore.integration.units import Units, named
@@ -43,7 +43,7 @@ def pipeline_facts(module: Any) -> dict[str, Any]:
     return {
         "model parameters": "by stage",
         "number of units": "by stage",
-        "pipeline layers": hashlib.sha256(repr(specs).encode()).hexdigest()[:16],
+        "pipeline layers": digest(repr(specs)),
         "pipeline partition": [int(boundary) for boundary in module.parts],
         "activation_checkpoint_interval": module.activation_checkpoint_interval,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from ds_hilore.core import deps
+from ds_hilore.integration.fingerprint import digest
 from ds_hilore.profiling.layout import Fingerprint
 
 #: Of a config: where it came from and who wrote it, which change no layer.
@@ -74,5 +74,4 @@ def _device_name(device: torch.device) -> str:
 
 
 def _digest(values: Any) -> str:
-    text = json.dumps(values, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest(json.dumps(values, sort_keys=True, default=str))

@@ -22,7 +22,7 @@ def refuse_model(model: nn.Module, units: Iterable[nn.Module]) -> None:
         UnsupportedError: with every feature that is refused.
     """
     found = _faults_of(model)
-    around = [] if _is_compiled(model) else _compiled_around(model, set(units))
+    around = [] if is_compiled(model) else _compiled_around(model, set(units))
     if around:
         found.append(f"torch.compile around a unit ({', '.join(around[:5])}): compile modules inside the unit instead")
     _raise(found, "this model")
@@ -51,7 +51,7 @@ def refuse_compiled_model(model: nn.Module) -> None:
     Raises:
         UnsupportedError: the whole model is compiled by now.
     """
-    if _is_compiled(model):
+    if is_compiled(model):
         _raise([_COMPILED], "this engine")
 
 
@@ -78,10 +78,11 @@ def refuse_no_sync(engine: Any) -> None:
 
 
 def _faults_of(model: nn.Module) -> list[str]:
-    return [_COMPILED] if _is_compiled(model) else []
+    return [_COMPILED] if is_compiled(model) else []
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this very module is under torch.compile, by either of its two ways."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -89,7 +90,7 @@ def _compiled_around(model: nn.Module, units: set[nn.Module]) -> list[str]:
     return [
         path
         for path, module in model.named_modules()
-        if _is_compiled(module) and any(child in units for child in module.modules())
+        if is_compiled(module) and any(child in units for child in module.modules())
     ]
 
 

@@ -2,7 +2,7 @@
 
 A few microbatches run all-R and as planned in turn. Each unit's forward and backward is timed under the variant that
 it ran as, so what a variant costs anywhere in the update counts, not only the replay that it avoids. A variant of a
-class that does not pay is struck out; if the joint plan is no faster than all-R, all-R is the plan. Both are exact, so
+class that does not pay is struck out; if the joint plan is slower than all-R, all-R is the plan. Both are exact, so
 nothing but time is at stake; a verdict needs a clear difference, since noise only adds.
 """
 
