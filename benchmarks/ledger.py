@@ -17,7 +17,6 @@ import dataclasses
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.update_step import TIGHT_MALLOC
+from benchmarks.subject import free_port
+from ds_hilore.memory.glibc import TIGHT_ENVIRONMENT
 
 RANKS = 2
 LAYERS, HIDDEN, VOCABULARY = 6, 320, 4096
@@ -215,15 +215,13 @@ def run(cases: list[Setting]) -> list[Result]:
     Raises:
         RuntimeError: a rank failed; the end of its log is the message.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
         processes = []
         for rank in range(RANKS):
-            env = {**os.environ, **TIGHT_MALLOC, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+            env = {**os.environ, **TIGHT_ENVIRONMENT, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
             env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             worker = [sys.executable, "-m", "benchmarks.ledger", "--worker", str(folder), "--rank", str(rank)]

@@ -147,17 +147,22 @@ def _with_lora(causal: nn.Module) -> nn.Module:
     return wrapped
 
 
-def one_rank_environment() -> None:
-    """What the launcher would set for a single rank."""
+def free_port() -> int:
+    """A port on this machine that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port: int = free.getsockname()[1]
+        return port
+
+
+def one_rank_environment() -> None:
+    """What the launcher would set for a single rank."""
     for name, value in {
         "RANK": 0,
         "LOCAL_RANK": 0,
         "WORLD_SIZE": 1,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": free_port(),
     }.items():
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")

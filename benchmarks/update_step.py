@@ -32,8 +32,7 @@ from benchmarks.methods import METHODS
 from benchmarks.records import Case, Record, table
 from benchmarks.statistics import Ratio
 from benchmarks.subject import PRESETS
-
-TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
+from ds_hilore.memory.glibc import TIGHT_ENVIRONMENT
 
 
 def measure(spec: Spec) -> tuple[PeakReport, TimeReport]:
@@ -41,9 +40,9 @@ def measure(spec: Spec) -> tuple[PeakReport, TimeReport]:
     with tempfile.TemporaryDirectory() as folder:
         spec_file, peaks, times = (Path(folder) / name for name in ("spec.json", "peaks.json", "times.json"))
         spec_file.write_text(json.dumps(dataclasses.asdict(spec)))
-        ordinary = {name: value for name, value in os.environ.items() if name not in TIGHT_MALLOC}
+        ordinary = {name: value for name, value in os.environ.items() if name not in TIGHT_ENVIRONMENT}
         worker = [sys.executable, "-m", "benchmarks.measure"]
-        subprocess.run([*worker, "peaks", spec_file, peaks], check=True, env=ordinary | TIGHT_MALLOC)
+        subprocess.run([*worker, "peaks", spec_file, peaks], check=True, env={**ordinary, **TIGHT_ENVIRONMENT})
         subprocess.run([*worker, "times", spec_file, times, "--peaks", peaks], check=True, env=ordinary)
         return read_peaks(peaks), read_times(times)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ds_hilore.core.errors import UnsupportedError
 
@@ -38,6 +39,15 @@ class MallocSettings:
 
 #: Everything that a tensor could be is a mapping of its own, and unmapped when it is freed.
 TIGHT = MallocSettings(65536, 65536, 0)
+
+#: The same for a process to be started with: by variables of the environment, which glibc reads once.
+TIGHT_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {
+        "MALLOC_MMAP_THRESHOLD_": str(TIGHT.mmap_threshold_bytes),
+        "MALLOC_TRIM_THRESHOLD_": str(TIGHT.trim_threshold_bytes),
+        "MALLOC_TOP_PAD_": str(TIGHT.top_pad_bytes),
+    }
+)
 
 #: Where glibc's own dynamic rule ends in a process that has freed large tensors. The rule itself cannot be switched on
 #: again once a threshold was set.

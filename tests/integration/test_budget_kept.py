@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hilore.core.types import Action
+from ds_hilore.memory.glibc import TIGHT_ENVIRONMENT
 from ds_hilore.memory.meter import CpuMeter
 from ds_hilore.runtime.parts import Stage
 from tests.engines import config
@@ -23,7 +24,6 @@ from tests.models import batch, llama, lora, plain_loss
 from tests.ranks import RankPool
 
 HERE = "tests.integration.test_budget_kept"
-TIGHT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 LARGEST = (8, 160)
 UPDATES = 50
 #: Of a budget: by how much the level of one and the same process state wanders (pages of the heap that are used again).
@@ -34,7 +34,7 @@ HEADROOM = (0.3, 0.8)
 
 @pytest.fixture(scope="module")
 def tight_ranks() -> Iterator[RankPool]:
-    with RankPool(env=TIGHT) as pool:
+    with RankPool(env=dict(TIGHT_ENVIRONMENT)) as pool:
         yield pool
 
 
