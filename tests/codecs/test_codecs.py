@@ -14,7 +14,7 @@ from ds_hilore.codecs import grid
 from ds_hilore.codecs.registry import codec_named, codec_names
 from ds_hilore.core.errors import UsageError
 from tests.codecs import tensors as t
-from tests.codecs.waiting import no_waiting
+from tests.waiting import no_waiting
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 
@@ -219,7 +219,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 @every_pair
 def test_c3_nothing_waits(name: str, dtype: torch.dtype) -> None:
     codec, tensor = codec_named(name), t.values((5, 300), dtype, 0, seed=0)
-    with no_waiting(tensor.device):
+    with no_waiting(tensor.device, values=True):
         payload = codec.encode(tensor, rows=True)
         codec.decode(payload)
         _ = payload.nonfinite, payload.relative_error, payload.row_error_square
@@ -228,7 +228,7 @@ def test_c3_nothing_waits(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ask", [lambda x: x.item(), lambda x: x.tolist(), lambda x: x.numpy(), bool, float])
 def test_waiting_would_be_noticed(ask: Callable[[Tensor], object]) -> None:
     tensor = torch.ones(())
-    with no_waiting(tensor.device), pytest.raises(AssertionError, match="waits for the device"):
+    with no_waiting(tensor.device, values=True), pytest.raises(AssertionError, match="waits for the device"):
         ask(tensor)
 
 

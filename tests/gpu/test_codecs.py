@@ -9,7 +9,7 @@ from ds_hilore.codecs.base import Implementation
 from ds_hilore.codecs.registry import codec_named
 from tests.codecs import tensors as t
 from tests.codecs import twins
-from tests.codecs.waiting import no_waiting
+from tests.waiting import no_waiting
 
 every_pair = pytest.mark.parametrize(("name", "dtype"), t.pairs(), ids=lambda value: str(value).replace("torch.", ""))
 
@@ -44,7 +44,7 @@ def test_payloads_are_those_of_the_cpu(name: str, dtype: torch.dtype, device: to
 def test_nothing_waits(name: str, dtype: torch.dtype, device: torch.device) -> None:
     codec, tensor = codec_named(name), t.values((64, 300), dtype, 0, seed=0).to(device)
     codec.decode(codec.encode(tensor, rows=True))  # kernels are compiled at their first use
-    with no_waiting(device):
+    with no_waiting(device, values=True):
         payload = codec.encode(tensor, rows=True)
         codec.decode(payload)
         _ = payload.nonfinite, payload.relative_error, payload.row_error_square

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hilore.core.types import Action, Plan, UnitId
 from ds_hilore.objective.grpo import GRPOLossConfig
@@ -22,46 +17,10 @@ from ds_hilore.runtime.parts import ControllerParts
 from ds_hilore.runtime.update import GradientScale
 from tests.recovery.scenes import weights
 from tests.runtime.rig import StubMeter, planner
+from tests.waiting import no_waiting
 
 H, R = Action.STORE, Action.RECOMPUTE
 VOCABULARY, WIDTH = 32, 64
-
-#: Operations whose result, or whose shape, the host must know: on CUDA each waits for the device.
-WAITING = {
-    "_local_scalar_dense",
-    "equal",
-    "is_nonzero",
-    "masked_select",
-    "nonzero",
-    "nonzero_numpy",
-    "unique_consecutive",
-    "_unique2",
-}
-
-
-class _NoWaiting(TorchDispatchMode):
-    """On the CPU nothing waits; what would wait on a device is recognised by its name."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in WAITING:
-            raise AssertionError(f"{name} waits for the device")
-        if name == "index" and any(getattr(index, "dtype", None) is torch.bool for index in args[1]):
-            raise AssertionError("an index by a mask waits for the device")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def no_waiting(device: torch.device) -> Iterator[None]:
-    if device.type == "cpu":
-        with _NoWaiting():
-            yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class Layer(nn.Module):

@@ -12,7 +12,8 @@ import pytest
 
 from ds_hilore.core.budget import RankBudgets, parse_budget
 from tests.integration import pipelines
-from tests.models import VOCAB, batch, llama, lora, plain_loss
+from tests.integration.word_model import grpo_trainer, save_word_model
+from tests.models import batch, llama, lora, plain_loss
 from tests.ranks import ROOT, RankPool, run_ranks
 
 HERE = "tests.integration.test_configs"
@@ -156,33 +157,17 @@ def _sft(folder: Path, config: str, out: str) -> Any:
 
 
 def _grpo(folder: Path, config: str, out: str) -> Any:
-    from datasets import Dataset
-    from peft import LoraConfig
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig
 
     lengths = {"num_generations": 4, "max_completion_length": 8}
-    return GRPOTrainer(
-        model=str(folder / "model"),
-        args=GRPOConfig(output_dir=str(folder / out), deepspeed=config, **lengths, **_COMMON),
-        reward_funcs=lambda completions, **_: [float(len(set(text)) % 5) for text in completions],
-        train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(32)]}),
-        peft_config=LoraConfig(r=4, target_modules="all-linear"),
-    )
+    arguments = GRPOConfig(output_dir=str(folder / out), deepspeed=config, **lengths, **_COMMON)
+    return grpo_trainer(folder / "model", arguments)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with a tokenizer of whole words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     path = tmp_path_factory.mktemp("trainers")
-    words = {word: number for number, word in enumerate(["<pad>", "<end>", *(f"w{i}" for i in range(VOCAB - 2))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
-    fast.save_pretrained(path / "model")
-    llama().save_pretrained(path / "model")  # type: ignore[operator]
+    save_word_model(path / "model")
     return path
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.word_model import grpo_trainer, save_word_model
 from tests.ranks import run_ranks
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -34,9 +35,7 @@ def train(folder: str, stage: int, block: bool) -> dict[str, Any]:
 
 
 def _trainer(folder: Path, stage: int, block: bool, rank: int) -> Any:
-    from datasets import Dataset
-    from peft import LoraConfig
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig
 
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -62,30 +61,13 @@ def _trainer(folder: Path, stage: int, block: bool, rank: int) -> Any:
         disable_tqdm=True,
         seed=1,
     )
-    return GRPOTrainer(
-        model=str(folder / "model"),
-        args=config,
-        reward_funcs=lambda completions, **_: [float(len(set(text)) % 5) for text in completions],
-        train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(32)]}),
-        peft_config=LoraConfig(r=4, target_modules="all-linear"),
-    )
+    return grpo_trainer(folder / "model", config)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with a tokenizer of whole words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from tests.models import VOCAB, llama
-
     path = tmp_path_factory.mktemp("trl")
-    words = {word: number for number, word in enumerate(["<pad>", "<end>", *(f"w{i}" for i in range(VOCAB - 2))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
-    fast.save_pretrained(path / "model")
-    llama().save_pretrained(path / "model")  # type: ignore[operator]
+    save_word_model(path / "model")
     return path
 
 

@@ -12,7 +12,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Operations whose result, or whose shape, the host must know: on CUDA each waits for the device.
-WAITING = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "unique_consecutive")
+WAITING = frozenset(
+    {
+        "_local_scalar_dense",
+        "equal",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+        "nonzero_numpy",
+        "unique_consecutive",
+        "_unique2",
+    }
+)
+
+#: Operations that take a list of indices; a mask among them is searched for what is true.
+BY_INDICES = frozenset({"index", "index_put", "index_put_"})
 
 
 class _ByName(TorchDispatchMode):
@@ -22,7 +36,7 @@ class _ByName(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in WAITING:
             raise AssertionError(f"{name} waits for the device")
-        if name.startswith("index") and any(getattr(i, "dtype", None) is torch.bool for i in args[1]):
+        if name in BY_INDICES and any(getattr(i, "dtype", None) is torch.bool for i in args[1]):
             raise AssertionError("an index by a mask waits for the device")
         return func(*args, **(kwargs or {}))
 
@@ -32,12 +46,18 @@ def _refuse(tensor: Tensor, *_: Any) -> None:
 
 
 @contextmanager
-def no_waiting(device: torch.device) -> Iterator[None]:
-    """On the CPU an AssertionError, on CUDA torch's RuntimeError, if anything waits."""
+def no_waiting(device: torch.device, values: bool = False) -> Iterator[None]:
+    """On the CPU an AssertionError, on CUDA torch's RuntimeError, if anything waits.
+
+    Args:
+        values: on the CPU, reading a tensor by `item`, `tolist` or `numpy` counts too. Not where the code under test
+            reads tensors that were brought to the host for that.
+    """
     if device.type == "cpu":
         with ExitStack() as stack:
             stack.enter_context(_ByName())
-            for method in ("item", "tolist", "numpy"):  # on the CPU some of these read memory without an operation
+            # on the CPU some of these read memory without an operation
+            for method in ("item", "tolist", "numpy") if values else ():
                 stack.enter_context(patch.object(Tensor, method, _refuse))
             yield
         return
