@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
-from ds_hilore.memory.prize import Prize
+from ds_hilore.memory.prize import Prize, storing_bytes
 from ds_hilore.profiling.measure import Measurements
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext
@@ -76,14 +76,15 @@ class Learning:
         if self.in_flight <= 1:
             self._watch.floor()
         size = planner.planning_shape(shape)
-        plan = planner.plan_for(size, self.measurements.profiles(size))
+        profiles = self.measurements.profiles(size)
+        plan = planner.plan_for(size, profiles)
         if self.prize is None:
-            self._say_prize(plan)
+            self._say_prize(plan, storing_bytes(profiles))
         if self.stage is Stage.TRIAL and not plan.count(Action.STORE):
             self._end_trial()  # both kinds of its microbatches would be the same
         return plan
 
-    def _say_prize(self, plan: Plan) -> None:
+    def _say_prize(self, plan: Plan, storing: int) -> None:
         """What there is to win first, before anything is promised."""
         shape, seconds = self._replayed or (Shape(0, 0), 0.0)
         replays = [self.measurements.replay_seconds(name, shape) or 0.0 for _, name in self.measurements.roster]
@@ -94,6 +95,7 @@ class Learning:
             sum(replays),
             plan.saved_seconds,
             plan.peak_bytes,
+            storing,
         )
         for line in self.prize.lines():
             _log.info("hilore (rank %d): %s", self._parts.rank, line)

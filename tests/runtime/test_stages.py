@@ -183,4 +183,5 @@ def test_what_there_is_to_win_is_known_with_the_first_plan(caplog: pytest.LogCap
     assert prize.budget_bytes == 100 * prize.replayed_peak_bytes and prize.free_bytes > 0
     assert prize.replay_seconds == pytest.approx(3.0)  # of FakeClock, one a unit
     assert prize.planned_share == pytest.approx(1.0)
-    assert "free under the budget" in caplog.text
+    assert prize.storing_bytes is not None and prize.storing_bytes > 0
+    assert "free under the budget" in caplog.text and "storing every unit takes" in caplog.text
