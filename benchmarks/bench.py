@@ -17,7 +17,6 @@ import ds_hilore
 from benchmarks.methods import HILORE_PLANNED, applied, layer_count, torch_checkpoint
 from benchmarks.records import Case, Peak
 from benchmarks.subject import PRESETS, Batch, engine_for, policy
-from ds_hilore.memory.glibc import trim
 from ds_hilore.memory.meter import peak_meter
 from ds_hilore.objective.grpo import GRPOLossConfig
 from ds_hilore.runtime.controller import Stage
@@ -84,8 +83,7 @@ class Bench:
 
     def peak(self, case: Case) -> Peak:
         """Physical memory of one update; meaningful on CPU only in a process that gives freed memory back."""
-        if torch.device(self.engine.device).type == "cpu":
-            trim()
+        self.meter.settle()
         self.meter.reset()
         floor = self.meter.level_bytes()
         self.update(case)

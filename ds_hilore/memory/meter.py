@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ds_hilore.core.errors import UnsupportedError
-from ds_hilore.memory.glibc import started_tight
+from ds_hilore.memory.glibc import started_tight, trim
 
 _PROC = Path("/proc")
 _RESET_PEAK = "5"  # what clear_refs wants in order to set VmHWM back to VmRSS (Linux, proc(5))
@@ -30,6 +30,9 @@ class PeakMeter(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Starts a new peak at the present level."""
+
+    def settle(self) -> None:  # noqa: B027  (most allocators' figures need nothing)
+        """Takes out of the level what is free but still resident, where the level counts that."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -83,6 +86,11 @@ class CpuMeter(PeakMeter):
             (self._proc / "self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
         except OSError as error:
             raise self._refusal("self/clear_refs", error) from None
+
+    def settle(self) -> None:
+        """Free pages between small allocations stay resident; the next microbatch takes the same ones again."""
+        if self.exact:
+            trim()
 
     def peak_bytes(self) -> int:
         return self._status_bytes("VmHWM")

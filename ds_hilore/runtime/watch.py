@@ -27,6 +27,7 @@ class PeakWatch:
     def floor(self) -> None:
         """A planned microbatch is about to be planned: what is there already is looked at first."""
         if self._meter.exact:
+            self._meter.settle()
             self._floor = self._meter.level_bytes()
             self._planner.note_floor(self._floor)
 
