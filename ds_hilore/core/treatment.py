@@ -1,0 +1,64 @@
+"""What a variant does with the saved state of a unit, and how its name says so.
+
+    H                               every saved tensor is stored
+    R                               nothing but the inputs: the unit is replayed
+    R:attention                     replayed, but for the named operators, whose outputs are kept
+    L:mlp=int8:64,residual=bf16     state groups held by codecs, all other state stored
+
+A plan names variants; profiles, benchmarks and reports show the same names.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ds_hilore.core.errors import UsageError
+from ds_hilore.core.types import Action
+
+_ACTIONS = {action.letter: action for action in Action}
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How one call of a unit is recovered.
+
+    Args:
+        codecs: (state group, codec name) pairs of an L variant, in order of groups.
+        keeps: operators whose outputs a replay takes from forward instead of running them again ("attention").
+    """
+
+    action: Action
+    codecs: tuple[tuple[str, str], ...] = ()
+    keeps: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The variant's name, from which `parse` makes the treatment again."""
+        parts = [f"{group}={codec}" for group, codec in self.codecs] or list(self.keeps)
+        return self.action.letter + (":" + ",".join(parts) if parts else "")
+
+    @classmethod
+    @functools.lru_cache(maxsize=1024)
+    def parse(cls, name: str) -> Treatment:
+        """The treatment that a variant's name says.
+
+        Raises:
+            UsageError: the name says none.
+        """
+        letter, _, rest = name.partition(":")
+        action = _ACTIONS.get(letter)
+        parts = tuple(rest.split(",")) if rest else ()
+        if action is Action.COMPRESS and parts:
+            pairs = [part.partition("=") for part in parts]
+            if all(group and codec for group, _, codec in pairs):
+                return cls(action, codecs=tuple((group, codec) for group, _, codec in pairs))
+        elif action is Action.RECOMPUTE and all(parts):
+            return cls(action, keeps=parts)
+        elif action is Action.STORE and not parts:
+            return cls(action)
+        raise UsageError(f'{name!r} names no variant; write "H", "R", "R:attention" or "L:mlp=int8:64"')
+
+
+STORED = Treatment(Action.STORE)
+REPLAYED = Treatment(Action.RECOMPUTE)
