@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 import ds_hilore
-from benchmarks.methods import HILORE_PLANNED, applied, layer_count, torch_checkpoint
+from benchmarks.methods import TORCH, actions, applied, layer_count, planned_mode, torch_checkpoint
 from benchmarks.records import Case, Peak
+from benchmarks.selective import selective_checkpoint
 from benchmarks.subject import PRESETS, Batch, engine_for, policy
 from ds_hilore.memory.meter import peak_meter
 from ds_hilore.objective.grpo import GRPOLossConfig
-from ds_hilore.runtime.controller import Stage
+from ds_hilore.runtime.parts import Stage
 from examples.arithmetic.model import convert_packaged_model, default_cache_dir, packaged_model
 
 LOSS = GRPOLossConfig()
@@ -51,7 +52,7 @@ class Bench:
 
     def solve(self, case: Case) -> None:
         """Lets the background programme finish the plan of a planned case: one update asks for it."""
-        if case.method in HILORE_PLANNED:
+        if planned_mode(case.method) is not None:
             self.update(case)
             self.engine.hilore.parts.planner.wait(timeout_s=SOLVED_S)
 
@@ -87,7 +88,7 @@ class Bench:
         self.meter.reset()
         floor = self.meter.level_bytes()
         self.update(case)
-        planned = case.method in HILORE_PLANNED
+        planned = planned_mode(case.method) is not None
         return Peak(
             self.meter.peak_bytes(),
             floor,
@@ -96,28 +97,38 @@ class Bench:
         )
 
     def actions(self, case: Case) -> str:
-        """One letter per layer, of the last update: H kept, R replayed."""
+        """One letter per layer, of the last update: H kept, S kept in part, R replayed."""
         if case.method.startswith("hilore"):
             return "".join(action.letter for action in self.engine.hilore.microbatch.ran.values())
-        everything = range(self.layers) if case.method == "none" else case.kept
-        return "".join("H" if layer in everything else "R" for layer in range(self.layers))
+        return actions(case, self.layers)
 
-    def replay_seconds(self, updates: int) -> tuple[list[float], list[float]]:
-        """Median seconds of each layer's replay: by torch's checkpoint, and by ours without dead work."""
-        theirs, ours = _Replays(self.layers), _Replays(self.layers)
+    def replay_seconds(self, kinds: Sequence[str], updates: int) -> dict[str, list[float]]:
+        """Median seconds of each layer's replay over some updates, by kind of replay; kinds take turns.
+
+        Args:
+            kinds: "torch", as its checkpoint replays; "hilore", as we do, without dead work; or a selective policy.
+        """
+        replays = {kind: _Replays(self.layers) for kind in kinds}
+        for _ in range(updates):
+            for kind, found in replays.items():
+                found.begin()
+                self._timed_replays(kind, found)
+        return {kind: found.medians() for kind, found in replays.items()}
+
+    def _timed_replays(self, kind: str, found: _Replays) -> None:
+        """One update in which all layers are replayed."""
+        if kind != "hilore":
+            function = torch_checkpoint if kind == TORCH.method else selective_checkpoint(kind)
+            with self.engine.hilore.host_checkpointing(partial(found.checkpoint, function)):
+                self.update(None)
+            return
         dead_work = self.engine.hilore.context.dead_work
         original = dead_work.replay
-        for _ in range(updates):
-            theirs.begin()
-            with self.engine.hilore.host_checkpointing(partial(theirs.checkpoint, torch_checkpoint)):
-                self.update(None)
-            ours.begin()
-            dead_work.replay = partial(ours.replay, original)
-            try:
-                self.update(Case("hilore_all_R"))
-            finally:
-                dead_work.replay = original
-        return theirs.medians(), ours.medians()
+        dead_work.replay = partial(found.replay, original)
+        try:
+            self.update(Case("hilore_all_R"))
+        finally:
+            dead_work.replay = original
 
 
 class _Replays:

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.bench import Bench, relative_error
-from benchmarks.methods import HILORE_FORCED, HILORE_PLANNED, PLAIN_METHODS, TUNED_METHODS, kept_layers
+from benchmarks.methods import HILORE_FORCED, NONE, PLAIN_METHODS, TORCH, TUNED_METHODS, plainest, planned_mode
 from benchmarks.records import Case, Peak
+from benchmarks.tuning import Tuner
 from ds_hilore.memory.glibc import tight_malloc
 
-NONE, TORCH = Case("none"), Case("torch")
 #: "unlimited" is this multiple of the peak without checkpointing.
 UNLIMITED = 10
 
@@ -68,13 +68,15 @@ class PeakReport:
 
 @dataclass(frozen=True)
 class TimeReport:
-    """Seconds of each turn by case; gradient errors; plans as letters per layer; seconds of each layer's replay."""
+    """Seconds of each turn by case; gradient errors; plans as letters per layer; seconds of each layer's replay.
+
+    `replay_seconds`: by kind of replay, as `Bench.replay_seconds` has them.
+    """
 
     seconds: dict[str, list[float]]
     gradient_errors: dict[str, float]
     plans: dict[str, str]
-    torch_replay_seconds: list[float]
-    hilore_replay_seconds: list[float]
+    replay_seconds: dict[str, list[float]]
 
 
 def budget_bytes(written: str, torch_bytes: int, none_bytes: int) -> int:
@@ -91,54 +93,21 @@ def budget_bytes(written: str, torch_bytes: int, none_bytes: int) -> int:
 def take_peaks(spec: Spec, console: Console) -> PeakReport:
     bench = spec.bench()
     bench.learn()
-    peaks = {case.key: bench.peak(case) for case in (NONE, TORCH)}
-    report = PeakReport((NONE, TORCH), peaks)
-    cases = [Case(method) for method in (*PLAIN_METHODS, *HILORE_FORCED) if method in spec.methods]
-    planned = [method for method in spec.methods if method in (*TUNED_METHODS, *HILORE_PLANNED)]
-    for written in spec.budgets if planned else ():
-        limit = budget_bytes(written, report.torch_bytes, report.none_bytes)
-        for method in planned:
-            case = Case(method, written, limit)
-            if method in TUNED_METHODS:
-                case = _tuned(bench, case, peaks)
-            cases.append(case)
-    for case in track([c for c in cases if c.key not in peaks], "peaks", console=console):
+    tuner = Tuner(bench)
+    none_bytes, torch_bytes = (tuner.peak(case).peak_bytes for case in (NONE, TORCH))
+    cases = [NONE, TORCH]
+    cases += [Case(m) for m in (*PLAIN_METHODS, *HILORE_FORCED) if m in spec.methods and Case(m) not in cases]
+    limited = [m for m in spec.methods if m in TUNED_METHODS or planned_mode(m) is not None]
+    cases += [
+        Case(m, written, budget_bytes(written, torch_bytes, none_bytes)) for written in spec.budgets for m in limited
+    ]
+    found, peaks = [], {}
+    for wanted in track(cases, "peaks", console=console):
+        case = tuner.tuned(wanted) if wanted.method in TUNED_METHODS else wanted
         bench.solve(case)
-        peaks[case.key] = bench.peak(case)
-    return PeakReport((NONE, TORCH, *(case for case in cases if case not in (NONE, TORCH))), peaks)
-
-
-def _tuned(bench: Bench, case: Case, peaks: dict[str, Peak]) -> Case:
-    """Keeps as many layers as the measured peak allows; first k and last k are both tried.
-
-    The search starts where a peak that grows evenly with the layers kept would meet the budget.
-    """
-    limit = case.budget_bytes or 0
-    ways: dict[int, Case] = {}
-
-    def fits(keep: int) -> bool:
-        for kept in kept_layers(case.method, keep, bench.layers):
-            way = dataclasses.replace(case, kept=kept)
-            key = "torch" if not kept else "none" if len(kept) == bench.layers else f"{case.method} {kept}"
-            if key not in peaks:
-                peaks[key] = bench.peak(way)
-            if peaks[key].peak_bytes <= limit:
-                ways[keep] = way
-                peaks[way.key] = peaks[key]
-                return True
-        return False
-
-    candidates = [keep for keep in range(bench.layers + 1) if kept_layers(case.method, keep, bench.layers)]
-    low, high = peaks[TORCH.key].peak_bytes, peaks[NONE.key].peak_bytes
-    guess = bench.layers * (limit - low) / max(1, high - low)
-    place = max(0, sum(keep <= guess for keep in candidates) - 1)
-    while place > 0 and not fits(candidates[place]):
-        place -= 1
-    while place + 1 < len(candidates) and fits(candidates[place + 1]):
-        place += 1
-    if candidates[place] not in ways:  # nothing fits: the least is to checkpoint every layer
-        peaks[case.key] = peaks[TORCH.key]
-    return ways.get(candidates[place], case)
+        found.append(case)
+        peaks[case.key] = tuner.peak(case)
+    return PeakReport(tuple(found), peaks)
 
 
 def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
@@ -147,8 +116,9 @@ def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
     cases = _with_own_floor(bench, found)
     exact = bench.gradients(NONE)
     errors, plans = {}, {}
-    same = {case.key: _same_as(case, bench.layers) for case in cases}
+    same = {case.key: _timed_as(case, bench.layers) for case in cases}
     cases = [case for case in cases if same[case.key] == case.key]
+    policies = sorted({case.policy for case in cases} - {""})
     for case in cases:
         bench.solve(case)
         errors[case.key] = relative_error(bench.gradients(case), exact)
@@ -159,17 +129,16 @@ def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
         first = turn % len(cases)
         for case in cases[first:] + cases[:first]:
             seconds[case.key].append(bench.update(case))
-    theirs, ours = bench.replay_seconds(max(3, spec.turns // 4))
+    replays = bench.replay_seconds(("torch", "hilore", *policies), max(3, spec.turns // 4))
     for key, other in same.items():
         seconds[key], errors[key], plans[key] = seconds[other], errors[other], plans[other]
-    return TimeReport(seconds, errors, plans, theirs, ours)
+    return TimeReport(seconds, errors, plans, replays)
 
 
-def _same_as(case: Case, layers: int) -> str:
-    """Key of the case that does exactly the same: a tuned method that keeps no layer, or all, is timed once."""
-    if case.method not in TUNED_METHODS or 0 < len(case.kept) < layers:
-        return case.key
-    return NONE.key if case.kept else TORCH.key
+def _timed_as(case: Case, layers: int) -> str:
+    """Key of the case whose times hold for this one: a tuned method that keeps no layer, or all, is timed once."""
+    same = plainest(case, layers)
+    return same.key if same in (NONE, TORCH) else case.key
 
 
 def _with_own_floor(bench: Bench, found: PeakReport) -> list[Case]:

@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.records import Case
+from benchmarks.selective import selective_checkpoint
+from ds_hilore.core.config import Mode
 from ds_hilore.core.types import Action
 
 torch_checkpoint = partial(checkpoint, use_reentrant=False)
 
+NONE, TORCH = Case("none"), Case("torch")
+#: torch's selective activation checkpointing, with the best fixed policy.
+SELECTIVE = "torch_sac"
+
 #: Methods without a budget, in the order of the report.
-PLAIN_METHODS = ("none", "torch", "deepspeed")
-#: Alternatives that keep as many layers as the budget allows, and are tuned to it.
-TUNED_METHODS = ("every_n_layers", "best_k_layers")
-HILORE_FORCED = {"hilore_all_R": Action.RECOMPUTE, "hilore_all_H": Action.STORE}
-HILORE_PLANNED = ("hilore_exact",)
+PLAIN_METHODS = (NONE.method, TORCH.method, "deepspeed")
+#: Alternatives that keep as much as the budget allows, and are tuned to it.
+TUNED_METHODS = ("every_n_layers", "best_k_layers", SELECTIVE)
+HILORE_FORCED: Mapping[str, Action] = MappingProxyType({"hilore_all_R": Action.RECOMPUTE, "hilore_all_H": Action.STORE})
+#: Methods that follow the engine's own plan, and the mode in which it plans.
+HILORE_PLANNED: Mapping[str, Mode] = MappingProxyType({"hilore_exact": Mode.EXACT})
 METHODS = (*PLAIN_METHODS, *TUNED_METHODS, *HILORE_FORCED, *HILORE_PLANNED)
+
+
+def planned_mode(method: str) -> Mode | None:
+    """The mode in which the engine plans for a method; None where it does not. A suffix ("+...") changes no mode."""
+    return HILORE_PLANNED.get(method.partition("+")[0])
 
 
 @contextlib.contextmanager
 def applied(engine: Any, case: Case) -> Iterator[None]:
     """Inside, the engine's updates recover state as `case` says."""
     hilore = engine.hilore
-    if case.method in HILORE_PLANNED:
+    if planned_mode(case.method) is not None:
         hilore.parts.planner.set_budget(case.budget_bytes)
         yield
     elif case.method in HILORE_FORCED:
@@ -37,30 +51,43 @@ def applied(engine: Any, case: Case) -> Iterator[None]:
             yield
         finally:
             hilore.force(None)
-    elif case.method == "none":
+    elif case.method == NONE.method:
         with hilore.paused():
             yield
     else:
-        function = deepspeed_checkpoint() if case.method == "deepspeed" else torch_checkpoint
-        with hilore.host_checkpointing(KeepLayers(function, frozenset(case.kept), layer_count(engine))):
+        with hilore.host_checkpointing(_checkpoint_function(case, layer_count(engine))):
             yield
 
 
-class KeepLayers:
-    """A checkpoint function that leaves the state of some layers alone. Layers are counted in their order of calls."""
+def _checkpoint_function(case: Case, layers: int) -> Callable[..., Any]:
+    """What a method that knows nothing of hilore calls in place of each layer."""
+    if case.method == "deepspeed":
+        return deepspeed_checkpoint()
+    chosen = selective_checkpoint(case.policy) if case.method == SELECTIVE and case.kept else _plain_call
+    return ByLayer(frozenset(case.kept), chosen, torch_checkpoint, layers)
 
-    def __init__(self, function: Callable[..., Any], kept: frozenset[int], layers: int) -> None:
-        self._function = function
-        self._kept = kept
+
+def _plain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+class ByLayer:
+    """One checkpoint function for some layers, one for all others. Layers are counted in their order of calls."""
+
+    def __init__(
+        self, chosen: frozenset[int], for_chosen: Callable[..., Any], for_others: Callable[..., Any], layers: int
+    ) -> None:
+        self._chosen = chosen
+        self._for_chosen = for_chosen
+        self._for_others = for_others
         self._layers = layers
         self._calls = 0
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layer = self._calls % self._layers
         self._calls += 1
-        if layer in self._kept:
-            return function(*args, **kwargs)
-        return self._function(function, *args, **kwargs)
+        run = self._for_chosen if layer in self._chosen else self._for_others
+        return run(function, *args, **kwargs)
 
 
 def deepspeed_checkpoint() -> Callable[..., Any]:
@@ -91,7 +118,28 @@ def kept_layers(method: str, keep: int, layers: int) -> list[tuple[int, ...]]:
 
     transformers' `every_n_layers=n` checkpoints layers 0, n, 2n, ...
     """
-    if method == "best_k_layers":
+    if method != "every_n_layers":
         return [tuple(range(keep)), tuple(range(layers - keep, layers))]
     every = [n for n in range(1, layers + 1) if layers - len(range(0, layers, n)) == keep]
     return [tuple(layer for layer in range(layers) if layer % n) for n in every[:1]]
+
+
+def plainest(case: Case, layers: int) -> Case:
+    """The case that does exactly the same, with no budget to tell apart what budgets make alike.
+
+    A tuned method that keeps no layer is torch's checkpointing, and one that keeps all state of all layers is none.
+    """
+    if case.method not in TUNED_METHODS:
+        return case
+    if not case.kept:
+        return TORCH
+    if len(case.kept) == layers and case.method != SELECTIVE:
+        return NONE
+    return dataclasses.replace(case, budget=None, budget_bytes=None)
+
+
+def actions(case: Case, layers: int) -> str:
+    """One letter per layer of a method that knows nothing of hilore: H kept, S kept in part by a policy, R replayed."""
+    letter = "S" if case.method == SELECTIVE else "H"
+    kept = range(layers) if case.method == NONE.method else case.kept
+    return "".join(letter if layer in kept else "R" for layer in range(layers))

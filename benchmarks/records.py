@@ -10,13 +10,16 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure. `budget` as written, None for methods that know none; `kept` is what tuning found:
-    decoder layers, by index, that keep their state (best_k_layers, every_n_layers)."""
+    """One thing to measure. `budget` as written, None for methods that know none; the rest is what tuning found.
+
+    `kept`: decoder layers, by index, that keep their state, or of it what `policy` says (benchmarks.selective).
+    """
 
     method: str
     budget: str | None = None
     budget_bytes: int | None = None
     kept: tuple[int, ...] = ()
+    policy: str = ""
 
     @property
     def key(self) -> str:
@@ -25,7 +28,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Peak:
-    """Physical memory of one update. `floor_bytes`: resident before its forward. `plan`: action letter per layer."""
+    """Physical memory of one update. `floor_bytes`: resident before its forward. `plan`: one letter per layer."""
 
     peak_bytes: int
     floor_bytes: int
@@ -40,6 +43,7 @@ class Record:
     `phi` is (budget - peak of checkpointing) / (peak without checkpointing - peak of checkpointing). Shares are of the
     time that checkpointing costs: `recovered_share` by the clock, `counted_share` from measured seconds of the units'
     replays times what the plan replays. `gradient_error` is ||g - g_none|| / ||g_none||; 0 means the same bits.
+    `actions`: layers by letter: H stored, R replayed, S replayed but for what the selective `policy` keeps.
     """
 
     method: str
@@ -60,6 +64,7 @@ class Record:
     gradient_error: float
     actions: Mapping[str, int]
     pairs: int
+    policy: str = ""
 
 
 def table(records: Iterable[Record], title: str) -> Table:
@@ -80,7 +85,8 @@ def table(records: Iterable[Record], title: str) -> Table:
             "" if r.counted_share is None else f"{r.counted_share:.2f}",
             f"{r.peak_bytes / 1e6:.0f}" + (" OVER" if r.budget_bytes and r.peak_bytes > r.budget_bytes else ""),
             prediction(r),
-            " ".join(f"{count}{letter}" for letter, count in sorted(r.actions.items())),
+            " ".join(f"{count}{letter}" for letter, count in sorted(r.actions.items()))
+            + (f" ({r.policy})" if r.policy else ""),
             "bitwise" if r.gradient_error == 0 else f"{r.gradient_error:.1e}",
         )
     return shown

@@ -8,9 +8,10 @@
 Methods take turns; ratios are taken within a turn and given as medians with bootstrap intervals. Times and physical
 peaks come from two processes (benchmarks/measure.py). "torch" is torch's non-reentrant checkpointing with the same loss
 code: its peak is what "1.10x" and phi refer to, its time what checkpointing costs. `best_k_layers` and
-`every_n_layers` keep as many layers as fit the measured peak. `hilore_exact` follows the solved plan of the running
-engine. recovered: share of what checkpointing costs that is saved, by the clock; counted: the same from the measured
-seconds of the replays that a plan leaves, free of noise elsewhere.
+`every_n_layers` keep as many layers as fit the measured peak. `torch_sac` is torch's selective checkpointing with the
+fixed policy, on as many layers as fit, that saves most replay seconds (benchmarks/tuning.py). `hilore_exact` follows
+the solved plan of the running engine. recovered: share of what checkpointing costs that is saved, by the clock;
+counted: the same from the measured seconds of the replays that a plan leaves, free of noise elsewhere.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.measure import NONE, TORCH, PeakReport, Spec, TimeReport, read_peaks, read_times
-from benchmarks.methods import METHODS
+from benchmarks.measure import PeakReport, Spec, TimeReport, read_peaks, read_times
+from benchmarks.methods import METHODS, NONE, TORCH
 from benchmarks.records import Case, Record, table
 from benchmarks.statistics import Ratio
 from benchmarks.subject import PRESETS
@@ -78,17 +79,24 @@ def _record(case: Case, peaks: PeakReport, times: TimeReport) -> Record:
         times.gradient_errors[case.key],
         dict(Counter(peak.plan)),
         len(seconds),
+        case.policy,
     )
 
 
 def counted_share(case: Case, times: TimeReport) -> float | None:
-    """Share of torch's replay seconds that the case does not spend on replays. None where replays are not timed."""
+    """Share of torch's replay seconds that the case does not spend on replays. None where replays are not timed.
+
+    What forward spends on keeping is on the clock only: a selective policy's catching of outputs, too.
+    """
     if case.method == "deepspeed":
         return None
-    ours = case.method.startswith("hilore")
-    per_layer = times.hilore_replay_seconds if ours else times.torch_replay_seconds
-    spent = sum(s for s, letter in zip(per_layer, times.plans[case.key], strict=True) if letter == "R")
-    return 1 - spent / sum(times.torch_replay_seconds)
+    kinds = {"R": "hilore" if case.method.startswith("hilore") else "torch", "S": case.policy}
+    spent = sum(
+        times.replay_seconds[kinds[letter]][layer]
+        for layer, letter in enumerate(times.plans[case.key])
+        if letter in kinds
+    )
+    return 1 - spent / sum(times.replay_seconds["torch"])
 
 
 def parse_arguments() -> argparse.Namespace:

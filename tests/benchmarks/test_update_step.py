@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
+from rich.console import Console
 
+from benchmarks.bench import Bench, relative_error
 from benchmarks.measure import PeakReport, TimeReport, budget_bytes
-from benchmarks.methods import kept_layers
-from benchmarks.records import Case, Peak
+from benchmarks.methods import METHODS, NONE, TORCH, actions, kept_layers, plainest, planned_mode
+from benchmarks.records import Case, Peak, table
+from benchmarks.selective import POLICIES
 from benchmarks.update_step import counted_share, records
+from ds_hilore.core.config import Mode
 from tests import models
 
 TIMES = TimeReport(
@@ -22,19 +29,31 @@ TIMES = TimeReport(
         "torch": [10.0, 10.2],
         "hilore_exact @ 1.10x": [8.0, 8.2],
         "best_k_layers @ 1.10x": [9.0] * 2,
+        "torch_sac @ 1.10x": [9.5] * 2,
     },
-    gradient_errors={"none": 0.0, "torch": 0.0, "hilore_exact @ 1.10x": 0.0, "best_k_layers @ 1.10x": 0.0},
-    plans={"none": "HHHH", "torch": "RRRR", "hilore_exact @ 1.10x": "RHRH", "best_k_layers @ 1.10x": "RRRH"},
-    torch_replay_seconds=[1.0, 1.0, 1.0, 1.0],
-    hilore_replay_seconds=[0.7, 0.7, 0.7, 0.7],
+    gradient_errors=dict.fromkeys(
+        ("none", "torch", "hilore_exact @ 1.10x", "best_k_layers @ 1.10x", "torch_sac @ 1.10x"), 0.0
+    ),
+    plans={
+        "none": "HHHH",
+        "torch": "RRRR",
+        "hilore_exact @ 1.10x": "RHRH",
+        "best_k_layers @ 1.10x": "RRRH",
+        "torch_sac @ 1.10x": "RRSS",
+    },
+    replay_seconds={"torch": [1.0] * 4, "hilore": [0.7] * 4, "down": [0.8, 0.8, 0.8, 0.9]},
 )
 CASES = (
     Case("none"),
     Case("torch"),
     Case("hilore_exact", "1.10x", 1100),
     Case("best_k_layers", "1.10x", 1100, (3,)),
+    Case("torch_sac", "1.10x", 1100, (2, 3), "down"),
 )
-PEAKS = PeakReport(CASES, {case.key: Peak(1000 + 500 * (case.method == "none"), 600, None, "") for case in CASES})
+PEAKS = PeakReport(
+    CASES,
+    {case.key: Peak(1000 + 500 * (case.method == "none"), 600, None, TIMES.plans[case.key]) for case in CASES},
+)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +81,7 @@ def test_counted_shares_come_from_replays_only() -> None:
     assert shares["torch"] == 0.0
     assert shares["best_k_layers @ 1.10x"] == pytest.approx(0.25)
     assert shares["hilore_exact @ 1.10x"] == pytest.approx(1 - 1.4 / 4)
+    assert shares["torch_sac @ 1.10x"] == pytest.approx(0.3 / 4)
 
 
 def test_records_put_both_reports_together() -> None:
@@ -72,6 +92,51 @@ def test_records_put_both_reports_together() -> None:
     assert ours.recovered_share == pytest.approx((1 - (0.8 + 8.2 / 10.2) / 2) / (1 - (0.6 + 6.2 / 10.2) / 2))
     assert found["none"].recovered_share == pytest.approx(1.0)
     assert ours.pairs == 2
+    assert found["torch_sac"].policy == "down"
+
+
+def test_the_table_says_the_policy() -> None:
+    shown = Console(file=io.StringIO(), width=200)
+    shown.print(table(records(PEAKS, TIMES), "title"))
+    lines = cast(io.StringIO, shown.file).getvalue().splitlines()
+    assert ["2R 2S (down)" in line for line in lines if "torch_sac" in line] == [True]
+
+
+def test_methods_that_are_tuned_to_nothing_or_everything_are_others_by_another_name() -> None:
+    everything = (0, 1, 2)
+    assert plainest(Case("torch_sac", "1.10x", 1100), 3) == plainest(Case("every_n_layers", "b", 1), 3) == TORCH
+    assert plainest(Case("best_k_layers", "1.10x", 1100, everything), 3) == NONE
+    kept = Case("torch_sac", "1.10x", 1100, everything, "down")
+    assert plainest(kept, 3) == Case("torch_sac", kept=everything, policy="down")
+    assert actions(kept, 3) == "SSS"
+    assert plainest(CASES[2], 4) == CASES[2]  # hilore's plans differ by budget
+
+
+def test_planned_methods_say_their_mode() -> None:
+    assert planned_mode("hilore_exact") is planned_mode("hilore_exact+prune") is Mode.EXACT
+    assert planned_mode("hilore_all_R") is planned_mode("torch_sac") is None
+
+
+def test_updates_with_a_selective_policy_are_exact(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    models.llama(layers=3).save_pretrained(model)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # an engine leaves its process group behind
+        errors, replays = pool.apply(_selective_updates, (model,))
+    assert errors == dict.fromkeys(POLICIES, 0.0)
+    assert {kind: len(seconds) for kind, seconds in replays.items()} == {"torch": 3, "hilore": 3, "products": 3}
+    assert all(second > 0 for seconds in replays.values() for second in seconds)
+
+
+def _selective_updates(model: Path) -> tuple[dict[str, float], dict[str, list[float]]]:
+    bench = Bench("quick", False, "chunked", model, 3)
+    bench.learn()
+    exact = bench.gradients(NONE)
+    errors = {}
+    for policy in POLICIES:
+        case = Case("torch_sac", kept=(1, 2), policy=policy)
+        errors[policy] = relative_error(bench.gradients(case), exact)
+        assert bench.actions(case) == "RSS"
+    return errors, bench.replay_seconds(("torch", "hilore", "products"), updates=1)
 
 
 @pytest.mark.slow
@@ -91,9 +156,14 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     found = json.loads(out.read_text())["records"]
-    assert {record["method"] for record in found} >= {"none", "torch", "deepspeed", "best_k_layers", "hilore_exact"}
+    assert {record["method"] for record in found} == set(METHODS)
     assert all(record["gradient_error"] < 1e-6 for record in found)
     exact = {r["budget"]: r for r in found if r["method"] == "hilore_exact"}
     assert set(exact) == {"phi=0", "1.10x", "unlimited"}
     assert exact["unlimited"]["actions"] == {"H": 3}
+    selective = [r for r in found if r["method"] == "torch_sac"]
+    assert len(selective) == 3
+    for record in selective:  # on so small a model a policy may well save nothing
+        assert record["policy"] in POLICIES if "S" in record["actions"] else record["policy"] == ""
+        assert record["counted_share"] is not None
     assert all(r["predicted_peak_bytes"] > r["floor_bytes"] for r in exact.values())
