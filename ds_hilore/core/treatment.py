@@ -1,6 +1,7 @@
 """What a variant does with the saved state of a unit, and how its name says so.
 
     H                               every saved tensor is stored
+    H:attention                     the same, and a replay could still take the named operators' outputs
     R                               nothing but the inputs: the unit is replayed
     R:attention                     replayed, but for the named operators, whose outputs are kept
     L:mlp=int8:64,residual=bf16     state groups held by codecs, all other state stored
@@ -14,7 +15,7 @@ import functools
 from dataclasses import dataclass
 
 from ds_hilore.core.errors import UsageError
-from ds_hilore.core.types import Action
+from ds_hilore.core.types import Action, Plan, UnitId
 
 _ACTIONS = {action.letter: action for action in Action}
 
@@ -53,12 +54,28 @@ class Treatment:
             pairs = [part.partition("=") for part in parts]
             if all(group and codec for group, _, codec in pairs):
                 return cls(action, codecs=tuple((group, codec) for group, _, codec in pairs))
-        elif action is Action.RECOMPUTE and all(parts):
+        elif action is not None and action is not Action.COMPRESS and all(parts):
             return cls(action, keeps=parts)
-        elif action is Action.STORE and not parts:
-            return cls(action)
         raise UsageError(f'{name!r} names no variant; write "H", "R", "R:attention" or "L:mlp=int8:64"')
 
 
 STORED = Treatment(Action.STORE)
 REPLAYED = Treatment(Action.RECOMPUTE)
+
+
+@dataclass(frozen=True)
+class UniformPlan(Plan):
+    """Every unit gets the same, known or not."""
+
+    treatment: Treatment = REPLAYED
+
+    def action_of(self, unit: UnitId) -> Action:
+        return self.treatment.action
+
+
+def treatment_of(plan: Plan, unit: UnitId) -> Treatment:
+    """What a plan does with a unit; one that it does not name is replayed."""
+    if isinstance(plan, UniformPlan):
+        return plan.treatment
+    name = plan.choice.get(unit)
+    return Treatment(plan.action_of(unit)) if name is None else Treatment.parse(name)

@@ -45,7 +45,7 @@ def exact_gradients(
     try:
         found = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True)
     finally:
-        _release_gathered(engine)
+        release_gathered(engine)
     gradients = {
         name: _zeros(parameter) if gradient is None else gradient.detach()
         for (name, parameter), gradient in zip(chosen.items(), found, strict=True)
@@ -72,7 +72,7 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
     return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def _release_gathered(engine: Any) -> None:
+def release_gathered(engine: Any) -> None:
     """What the engine's own epilogue does for modules whose last backward hook does not fire (no input with grad)."""
     offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
     release = getattr(offload, "release_backward_leftovers", None)

@@ -51,7 +51,7 @@ def options_of(
     Args:
         prepared_name: the variant prepared in forward, or None before forward.
         allowed: names that the unit may have, or None for all. Of those, the prepared variant may stay what it is or
-            become one of a lower kind of the lattice.
+            become one of a lower kind of the lattice, or be replayed.
         exposure: E_u.
 
     Raises:
@@ -65,7 +65,7 @@ def options_of(
         variants = [variant for variant in variants if variant.name in allowed]
     if prepared is not None:
         below = LATTICE[prepared.action]
-        variants = [v for v in variants if v.action in below and (v.action is not prepared.action or v is prepared)]
+        variants = [v for v in variants if v is prepared or v.name == REPLAY or _reachable(v, prepared, below)]
     if not variants:
         raise UsageError(f"unit {unit.unit} has no variant left: prepared {prepared_name}, allowed {allowed}")
     return tuple([_option(unit, variant, prepared, exposure, linear_risk) for variant in variants])
@@ -123,6 +123,11 @@ def validate_unit(unit: UnitProfile) -> None:
             raise UsageError(f"unit {unit.unit}, variant {v.name}: seconds must be finite, risk finite and >= 0")
         if v.risk and v.action is not Action.COMPRESS:
             raise UsageError(f"unit {unit.unit}, variant {v.name}: {v.action.value} is exact, so its risk must be 0")
+
+
+def _reachable(variant: Variant, prepared: Variant, below: Sequence[Action]) -> bool:
+    """Compressing what was stored. Outputs of operators that were not kept for a replay cannot be had any more."""
+    return variant.action is Action.COMPRESS and variant.action in below and prepared.action is not variant.action
 
 
 def _option(

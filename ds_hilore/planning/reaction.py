@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from ds_hilore.core.types import Action, Plan, Solver
+from ds_hilore.core.types import Plan, Solver
 from ds_hilore.planning.greedy import repair
 from ds_hilore.planning.options import REPLAY, Option
 from ds_hilore.planning.problem import RISK_TOLERANCE, Infeasible, Problem, evaluate_picked, make_plan_of
@@ -99,7 +99,7 @@ def _lighter(problem: Problem, picked: Sequence[Option]) -> list[Option] | None:
     replays = [next((option for option in options if option.name == REPLAY), None) for options in problem.options]
     order: list[tuple[float, int]] = []
     for position, (option, replay) in enumerate(zip(picked, replays)):
-        if replay is not None and option.action is not Action.RECOMPUTE:
+        if replay is not None and option.name != REPLAY:
             freed = max(1, option.backward_held_bytes - replay.backward_held_bytes)
             order.append(((option.seconds - replay.seconds) / freed, position))
     order.sort()  # of equals the earlier unit is replayed first (T2 of ties.py)

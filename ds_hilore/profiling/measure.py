@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ds_hilore.core.errors import UsageError
+from ds_hilore.core.treatment import REPLAYED, STORED, Treatment
 from ds_hilore.core.types import Action, Shape, UnitId, UnitProfile, Variant
 from ds_hilore.profiling.fit import BY_TOKEN, BytesFit, Rate, SecondsFit
+from ds_hilore.profiling.variants import StateFits, Whole, variants
 
 #: Name of the variant that all gains are counted from.
-RECOMPUTE = "R"
-STORE = "H"
+RECOMPUTE = REPLAYED.name
+STORE = STORED.name
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,15 @@ class VariantSeconds:
 
 @dataclass
 class ClassFits:
-    """All fits of one class of units. `state`: what storing adds to the inputs, of one and the same call."""
+    """All fits of one class of units. `state`: what storing adds to the inputs, of one and the same call; `parts`: what
+    that state is made of."""
 
     rates: UnitRates
     inputs: BytesFit
     state: BytesFit
     replay: SecondsFit
     variants: dict[str, VariantSeconds] = field(default_factory=dict)
+    parts: StateFits = field(default_factory=StateFits)
 
     @classmethod
     def around(cls, rates: UnitRates) -> ClassFits:
@@ -88,7 +92,7 @@ class ClassFits:
     def solved(self) -> tuple[Rate, ...]:
         """All rates as they stand: equal as long as no prediction has changed."""
         timed = [rate for pair in self.variants.values() for rate in (pair.forward.rate, pair.backward.rate)]
-        return (self.inputs.rate, self.state.rate, self.replay.rate, *timed)
+        return (self.inputs.rate, self.state.rate, self.replay.rate, *timed, *self.parts.solved())
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,7 @@ class Measurements:
         classes: fits by class.
         relations: shapes of units relative to the first.
         struck: reasons by (class, variant).
+        risk: r at exposure 1 of a unit under a compressing treatment; None where that may not be used.
     """
 
     rates: Mapping[str, UnitRates] = field(default_factory=dict)
@@ -147,6 +152,7 @@ class Measurements:
     classes: dict[str, ClassFits] = field(default_factory=dict)
     relations: dict[UnitId, Relation] = field(default_factory=dict)
     struck: dict[tuple[str, str], str] = field(default_factory=dict)
+    risk: Callable[[UnitId, Treatment], float | None] = lambda unit, treatment: None
     _shapes: dict[UnitId, Shape] = field(default_factory=dict)
     _class_of: dict[UnitId, str] = field(default_factory=dict)
     _profiles: dict[Shape, tuple[UnitProfile, ...]] = field(default_factory=dict)
@@ -230,6 +236,10 @@ class Measurements:
         if variant == RECOMPUTE:
             raise UsageError(f"{unit_class}: recompute cannot be struck out, it is what every unit falls back on")
         self.struck[(unit_class, variant)] = reason
+        self.outdate()
+
+    def outdate(self) -> None:
+        """Risks or strikes have changed: profiles are made anew."""
         self._profiles.clear()
 
     # -- answers ---------------------------------------------------------------------------------------------------
@@ -237,6 +247,10 @@ class Measurements:
     def unmeasured_classes(self) -> set[str]:
         """Classes of which no call was stored yet."""
         return {name for _, name in self.roster if self.classes[name].state.count == 0}
+
+    def timed(self) -> list[tuple[str, str]]:
+        """Classes and variants of them, R apart, of which whole seconds were observed."""
+        return [(name, v) for name, fits in self.classes.items() for v in fits.variants if v != RECOMPUTE]
 
     def gain(self, unit_class: str, variant: str, shape: Shape) -> Gain | None:
         """What a variant is measured to save; None where it or R was not observed in both phases."""
@@ -295,11 +309,17 @@ class Measurements:
         replay_s = self.replay_seconds(unit_class, shape)
         if fits.state.count == 0 or replay_s is None:
             return UnitProfile(unit, unit_class, (Variant(RECOMPUTE, Action.RECOMPUTE, inputs),))
-        state = fits.state.of(shape)
-        # a replay holds the same bundle, by the same recipes, while the unit's backward runs
-        variants = [Variant(RECOMPUTE, Action.RECOMPUTE, inputs, workspace_bytes=state)]
-        if (unit_class, STORE) not in self.struck:
-            gain = self.gain(unit_class, STORE, shape)
-            saved = replay_s if gain is None else gain.seconds
-            variants.append(Variant(STORE, Action.STORE, inputs + state, saved_seconds=saved))
-        return UnitProfile(unit, unit_class, tuple(variants))
+        whole = Whole(
+            shape,
+            inputs,
+            fits.state.of(shape),
+            replay_s,
+            gain=partial(self._gained, unit_class, shape),
+            risk=partial(self.risk, unit),
+        )
+        kept = [found for found in variants(whole, fits.parts) if (unit_class, found.name) not in self.struck]
+        return UnitProfile(unit, unit_class, tuple(kept))
+
+    def _gained(self, unit_class: str, shape: Shape, variant: str) -> float | None:
+        gain = self.gain(unit_class, variant, shape)
+        return None if gain is None else gain.seconds

@@ -8,6 +8,7 @@ at their last use, and `retain_graph` keeps them, with no book-keeping of ours.
     ParameterRef   a parameter, or a view of one: by reference, never saved state (design fact 7)
     Kept           a tensor held as it is
     Derived        an operation on other values, evaluated at unpack (design facts 11, 12)
+    Encoded        a tensor held by a codec (encoded.py)
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Value(Protocol):
 
     def get(self) -> Tensor: ...
 
+    def held(self) -> Iterable[Tensor]:
+        """Every tensor that it holds, through derivations, parameters left out."""
+        ...
+
 
 class Kept:
     """A tensor held as it is. Holds a detached alias: holding the tensor itself would hold the graph behind it."""
@@ -50,6 +55,9 @@ class Kept:
                 f"saved (version {self.version}, now {self.tensor._version}); clone it before the in-place operation"
             )
         return self.tensor
+
+    def held(self) -> Iterable[Tensor]:
+        return (self.tensor,)
 
 
 class Derived:
@@ -83,6 +91,10 @@ class Derived:
         self.uses -= 1
         self.memo = result if self.uses > 0 else None
         return result
+
+    def held(self) -> Iterable[Tensor]:
+        for operand in self.operands:
+            yield from operand.held()
 
 
 def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -132,6 +144,9 @@ class ParameterRef:
             return self.geometry.apply(parameter)
         with torch.no_grad():
             return self.geometry.apply(parameter)
+
+    def held(self) -> Iterable[Tensor]:
+        return ()
 
 
 class Handle:
@@ -217,12 +232,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def kept_tensors(values: Iterable[Value | None]) -> Iterable[Tensor]:
+def kept_tensors(values: Iterable[Value | None]) -> Iterator[Tensor]:
     """Every tensor that the values hold, through derivations, parameters left out."""
-    stack = [value for value in values if value is not None]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, Kept):
-            yield value.tensor
-        elif isinstance(value, Derived):
-            stack.extend(value.operands)
+    for value in values:
+        if value is not None:
+            yield from value.held()

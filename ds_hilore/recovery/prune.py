@@ -31,7 +31,8 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_hilore.core.errors import UnsupportedError
-from ds_hilore.core.types import Action, UnitId
+from ds_hilore.core.treatment import REPLAYED
+from ds_hilore.core.types import UnitId
 from ds_hilore.recovery.escapes import EscapeWatch
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.live import Borders, Cut, Extent, LiveChain
@@ -114,7 +115,7 @@ class Pruning:
         context, unit, unit_class, inputs = make
         assignment = self._assign(context, unit_class, inputs)
         if assignment is None:
-            call = UnitCall(context, unit, unit_class, Action.RECOMPUTE, inputs)
+            call = UnitCall(context, unit, unit_class, REPLAYED, inputs)
             return call, call.run(function, args, kwargs)
         assert inputs.module is not None
         named = self._trainable(inputs.module)
@@ -127,7 +128,7 @@ class Pruning:
             if not isinstance(result, PruneRefusal):
                 return pruned, result
             self._refuse(key, result)
-        call = UnitCall(context, unit, unit_class, Action.RECOMPUTE, inputs)
+        call = UnitCall(context, unit, unit_class, REPLAYED, inputs)
         with EscapeWatch(inputs.module) as watch:
             result = call.run(function, args, kwargs)
         if proof is None:
@@ -249,7 +250,7 @@ class PrunedCall(UnitCall):
         source: PruneSource,
         pruning: Pruning,
     ) -> None:
-        super().__init__(context, unit, unit_class, Action.RECOMPUTE, inputs)
+        super().__init__(context, unit, unit_class, REPLAYED, inputs)
         self.source = source
         self.pruning = pruning
         self._output: Tensor | None = None

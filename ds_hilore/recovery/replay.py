@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ds_hilore.core.errors import RecoveryMismatch
 from ds_hilore.recovery.bundle import Handle, Kept, ParameterRef, SlotMeta, Value
 from ds_hilore.recovery.inputs import UnitInputs
+from ds_hilore.recovery.operators import OutputTape
 from ds_hilore.recovery.recipes import BundleBuilder, RecipeProofs
 from ds_hilore.recovery.routing import RoutingTape
 from ds_hilore.recovery.surroundings import Surroundings
@@ -54,6 +55,7 @@ class ReplaySource:
     last_needed: int
     proofs: RecipeProofs
     routing: RoutingTape | None = None
+    outputs: OutputTape | None = None  # of operators that are not to run again
     lean: bool = True  # hold recipes where they lower the peak of the unit's backward; costs a little time
 
 
@@ -91,6 +93,8 @@ class Replay:
                 stack.enter_context(torch.enable_grad())
                 if source.routing is not None:
                     stack.enter_context(source.routing.replaying())
+                if source.outputs is not None:
+                    stack.enter_context(source.outputs.replaying())
                 self._hook_sites(stack, traced)
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _forbidden))
                 source.inputs.function(*args, **kwargs)

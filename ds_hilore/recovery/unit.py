@@ -2,10 +2,12 @@
 
 NOTE [Recovery rules]
 R1  A unit runs with grad under hooks, never under no_grad: side outputs (router losses) keep their gradients.
-R2  What is saved is complete or nothing: a call is either stored (every slot has a value) or replayed as a whole.
+R2  What is saved is complete or nothing: a call is either stored (every slot has a value, large ones maybe encoded) or
+    replayed as a whole; a replay may be handed outputs of operators (operators.py), never saved tensors.
 R3  A value is freed at its last use: it hangs on the object that autograd holds, which autograd lets go when the
     node has run. With `retain_graph` it stays; a second backward without it raises torch's own error.
-R4  From stored a call can become replayed after forward (`drop`), never the other way round (the lattice).
+R4  From stored a call can become compressed or replayed after forward (`compress`, `drop`), from compressed replayed,
+    never the other way round (the lattice).
 R5  Parameters are never saved state: by reference, rebound at unpack. Their versions are compared, at a replay those
     of all parameters and floating-point buffers of the unit: a replay reads more than what was saved.
 R6  Inputs are held as detached aliases; version and generation (optimizer steps, loaded weights) are compared.
@@ -19,8 +21,8 @@ Not covered: what a unit changes outside of its outputs (running statistics, cac
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,15 +30,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hilore.core.errors import RecoveryError, StateChanged, UsageError
+from ds_hilore.codecs.base import Codec
+from ds_hilore.codecs.registry import codec_named
+from ds_hilore.core.errors import RecoveryError, StateChanged
+from ds_hilore.core.treatment import REPLAYED, Treatment
 from ds_hilore.core.types import Action, UnitId
 from ds_hilore.recovery.bundle import Handle, ParameterRef, SlotMeta, Value, kept_tensors, storages
-from ds_hilore.recovery.deadwork import DeadWork
+from ds_hilore.recovery.deadwork import DeadWork, class_key
+from ds_hilore.recovery.encoded import Shelf, Statistic, encode, shelves
+from ds_hilore.recovery.groups import groups_of, tensors_in
 from ds_hilore.recovery.inputs import UnitInputs
+from ds_hilore.recovery.operators import OutputTape
 from ds_hilore.recovery.recipes import BundleBuilder, RecipeProofs
 from ds_hilore.recovery.replay import ReplaySource
 from ds_hilore.recovery.routing import RoutingTape, has_router
 from ds_hilore.recovery.surroundings import RngTracker, Surroundings
+
+#: Kinds of calls whose state groups are looked up, over all classes of units.
+MAX_KINDS_OF_CALLS = 64
 
 _inside_unit: ContextVar[bool] = ContextVar("ds_hilore_inside_unit", default=False)
 
@@ -70,9 +81,13 @@ class RecoveryContext:
     settle: Callable[[], None] = lambda: None
     timing: Callable[[UnitId], AbstractContextManager[None]] = lambda unit: nullcontext()  # around each replay
     watch: Callable[[UnitCall], None] | None = None  # told whenever a call's saved tensor is wanted in backward
+    sample: Callable[[UnitCall, list[Shelf]], None] | None = None  # shown what of a stored call can be encoded
+    around_operator: Callable[[], AbstractContextManager[None]] = nullcontext  # around those whose outputs are kept
     rng_tracker: RngTracker | None = None
     rereading: set[str] = field(default_factory=set)  # unit classes with nodes that unpack a slot more than once
     _facts: weakref.WeakKeyDictionary[torch.nn.Module, ModuleFacts] = field(default_factory=weakref.WeakKeyDictionary)
+    _groups: dict[Hashable, dict[int, str]] = field(default_factory=dict)
+    _codecs: dict[str, Codec] = field(default_factory=dict)
 
     def facts(self, module: torch.nn.Module | None) -> ModuleFacts:
         """Looked up once per module."""
@@ -83,6 +98,25 @@ class RecoveryContext:
             known = self._facts[module] = ModuleFacts(has_router(module), tuple(_state(module)))
         return known
 
+    def codecs_of(self, treatment: Treatment) -> dict[str, Codec]:
+        """The codecs of a treatment by state group."""
+        for _, name in treatment.codecs:
+            if name not in self._codecs:
+                self._codecs[name] = codec_named(name)
+        return {group: self._codecs[name] for group, name in treatment.codecs}
+
+    def groups(self, kind: Hashable, find: Callable[[], dict[int, str]] | None) -> dict[int, str]:
+        """State groups of a kind of call, found once. Empty where they are not known and cannot be found.
+
+        Where the data decides what is saved (experts that are hit) there is no end of kinds; those are never encoded.
+        """
+        known = self._groups.get(kind)
+        if known is None:
+            if find is None or len(self._groups) >= MAX_KINDS_OF_CALLS:
+                return {}
+            known = self._groups[kind] = find()
+        return known
+
 
 class UnitCall:
     """One call of one unit, from its forward to the last use of its saved state.
@@ -91,14 +125,12 @@ class UnitCall:
     """
 
     def __init__(
-        self, context: RecoveryContext, unit: UnitId, unit_class: str, action: Action, inputs: UnitInputs
+        self, context: RecoveryContext, unit: UnitId, unit_class: str, treatment: Treatment, inputs: UnitInputs
     ) -> None:
-        if action is Action.COMPRESS:
-            raise UsageError(f"{unit}: compression is not available yet; plan store or recompute")
         self.context = context
         self.unit = unit
         self.unit_class = unit_class
-        self.action = action
+        self.treatment = treatment
         self.inputs = inputs
         self.generation = context.generation
         self.shape = inputs.shape
@@ -106,14 +138,22 @@ class UnitCall:
         self._facts = context.facts(inputs.module)
         self._version = 0  # of the unit's own state, when its forward ended
         self.routing = RoutingTape() if self._facts.has_router else None
+        self.outputs = OutputTape(treatment.keeps, context.around_operator) if treatment.keeps else None
+        self.statistics: list[Statistic] = []  # of what was encoded
         self.metas: list[SlotMeta | None] = []
         self.last_needed = -1
         self._builder: BundleBuilder | None = None
-        if action is Action.STORE:
+        self._kind: tuple[Hashable, ...] = ()
+        if treatment.action is not Action.RECOMPUTE:
             self._builder = BundleBuilder(context.proofs, unit_class, inputs.tensors, self)
+            self._kind = self._builder.kind
         self._handles: list[weakref.ref[Handle]] = []
         self._recovered: list[Value | None] | None = None
         self._recovered_for = -1
+
+    @property
+    def action(self) -> Action:
+        return self.treatment.action
 
     @property
     def label(self) -> str:
@@ -124,11 +164,16 @@ class UnitCall:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The unit's forward with the caller's own tensors: exact, with grad (R1)."""
         try:
-            with unit_scope(), torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-                if self.routing is None:
-                    return function(*args, **kwargs)
-                with self.routing.recording():
-                    return function(*args, **kwargs)
+            with ExitStack() as stack:
+                stack.enter_context(unit_scope())
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+                for tape in (self.routing, self.outputs):
+                    if tape is not None:
+                        stack.enter_context(tape.recording())
+                result = function(*args, **kwargs)
+            if self._builder is not None:
+                self._stored(result)
+            return result
         finally:
             self._builder = None
             self._version = self._facts.version()
@@ -148,26 +193,57 @@ class UnitCall:
         self._handles.append(weakref.ref(handle))
         return handle
 
+    def _stored(self, result: Any) -> None:
+        """The state is complete: encodes it where the treatment says so, shows it where somebody wants to see."""
+        if not self.treatment.codecs and self.context.sample is None:
+            return
+        shelved = self._shelves(lambda: groups_of(tensors_in(result), self, self.inputs.tensors))
+        if self.treatment.codecs:
+            self._encode(shelved, self.treatment)
+        elif self.context.sample is not None:
+            self.context.sample(self, shelved)
+
+    def _shelves(self, find: Callable[[], dict[int, str]] | None) -> list[Shelf]:
+        groups = self.context.groups((*self._kind, class_key(self.unit_class, self.metas)), find)
+        return shelves(self._alive(), groups) if groups else []
+
+    def _encode(self, shelved: list[Shelf], treatment: Treatment) -> None:
+        self.statistics += encode(self._alive(), shelved, self.context.codecs_of(treatment))
+
+    def _alive(self) -> list[Handle]:
+        return [handle for reference in self._handles if (handle := reference()) is not None]
+
     # -- between forward and backward ------------------------------------------------------------------------------
 
+    def compress(self, treatment: Treatment) -> None:
+        """Store becomes compress (R4): encodes what `treatment` names in place of the originals. Stays stored, and
+        exact, where the groups of such a call are not known."""
+        shelved = self._shelves(None)
+        if shelved:
+            self._encode(shelved, treatment)
+            self.treatment = treatment
+
     def drop(self) -> None:
-        """Store becomes recompute (R4): frees the state at once, what stays are the inputs."""
+        """Store or compress becomes recompute (R4): frees the state at once, what stays are the inputs. Recompute
+        lets go of kept outputs."""
         for reference in self._handles:
             handle = reference()
             if handle is not None:
                 handle.value = None
         self._handles.clear()
-        self.action = Action.RECOMPUTE
+        self.outputs = None
+        self.treatment = REPLAYED
 
     def held_storages(self) -> dict[int, int]:
         """Bytes of the stored state by storage address, what a replay needs included."""
-        values = [handle.value for reference in self._handles if (handle := reference()) is not None]
+        values = [handle.value for handle in self._alive()]
         return {**self.input_storages(), **storages(kept_tensors(values))}
 
     def input_storages(self) -> dict[int, int]:
-        """Bytes of inputs and routing by storage address: what recompute holds."""
+        """Bytes of inputs, routing and kept outputs by storage address: what recompute holds."""
         routing = [] if self.routing is None else self.routing.choices
-        return storages([*self.inputs.held(), *routing])
+        outputs = [] if self.outputs is None else self.outputs.held()
+        return storages([*self.inputs.held(), *routing, *outputs])
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -216,6 +292,7 @@ class UnitCall:
             self.last_needed,
             self.context.proofs,
             self.routing,
+            self.outputs,
             self.context.lean_replay,
         )
         with unit_scope(), self.context.timing(self.unit):

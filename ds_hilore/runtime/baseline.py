@@ -39,11 +39,18 @@ class BaselineMeter:
         self._shape = shape
         self._meter.reset()
         self._floor = self._meter.level_bytes()
+        self._forward = 0
+
+    def unit_ran(self) -> None:
+        """A unit's forward is over: what comes after the last one is the loss's."""
+        if self._shape is not None:
+            self._forward = self._meter.peak_bytes()
 
     def backward_begins(self) -> None:
-        """The final plan was just applied. Forward and loss share one peak: nothing in all-R tells them apart."""
+        """The final plan was just applied."""
         if self._shape is not None:
-            self._loss = self._forward = self._meter.peak_bytes()
+            self._loss = self._meter.peak_bytes()
+            self._forward = self._forward or self._loss
             self._settled = self._meter.level_bytes()
             self._meter.reset()
 

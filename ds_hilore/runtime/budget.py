@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ds_hilore.core.budget import MemoryBudget
 from ds_hilore.core.errors import UsageError
+from ds_hilore.core.treatment import Treatment
 from ds_hilore.core.types import Action, Plan, Shape, Solver, UnitId, UnitProfile
 from ds_hilore.memory.base import BaseBytes, BaseObservation
 from ds_hilore.planning.background import BackgroundPlanner
-from ds_hilore.planning.frontier import Frontier, first_frontier, gap
+from ds_hilore.planning.frontier import Frontier, Prepared, first_frontier, gap
 from ds_hilore.planning.options import REPLAY, device_bytes
 from ds_hilore.planning.problem import Infeasible, Problem, Row, evaluate
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.planning.refine import refine_apart
+from ds_hilore.runtime.risk import RiskNow
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,10 @@ class Baseline:
     peak_bytes: int
     phases: tuple[PhasePeaks, ...]
     device_bytes: int
+
+
+#: B / E where no unit may be approximate.
+EXACT = 0.0
 
 
 class RankPlanner:
@@ -114,8 +120,24 @@ class RankPlanner:
         Never waits: the first answer is greedy's, a refined one takes its place when it is ready. Where not even all-R
         fits, all-R is the plan (nothing needs less) and `infeasible` says what is missing.
         """
+        found = self.prepare(shape, profiles)
+        return found if isinstance(found, Plan) else found.plan
+
+    def prepare(
+        self,
+        shape: Shape,
+        profiles: tuple[UnitProfile, ...],
+        reach: float = EXACT,
+        ratios: Sequence[float] = (1.0,),
+    ) -> Prepared | Plan:
+        """The same with what it may still become after forward; a bare plan where nothing fits.
+
+        Args:
+            reach: predicted B / E of the microbatch; 0: exact actions only.
+            ratios: equally likely values of true over predicted exposure.
+        """
         found = self._frontier(shape, profiles)
-        return found if isinstance(found, Plan) else found.prepare(EXACT).plan
+        return found if isinstance(found, Plan) else found.prepare(reach, ratios)
 
     def planning_shape(self, shape: Shape) -> Shape:
         """The shape to plan for: the largest seen of the shape's class, so that one plan serves all of it so far."""
@@ -125,27 +147,31 @@ class RankPlanner:
         self._largest[size] = largest
         return largest
 
-    def decide(self, shape: Shape, profiles: tuple[UnitProfile, ...], plan: Plan, level_bytes: int) -> Plan:
-        """The final plan from what `plan_for` prepared, once forward and loss are over.
+    def decide(self, shape: Shape, row: Prepared, level_bytes: int | None = None, risk: RiskNow | None = None) -> Plan:
+        """The final plan from what `prepare` gave, once forward and loss are over.
 
         Args:
-            level_bytes: what the device holds now.
+            level_bytes: what the device holds now; None where that cannot be read.
+            risk: what may be approximate; None: nothing may.
 
         Returns:
-            The plan itself where no more is held than was foreseen, or the plan leaves room for it; else one with
-            units replayed, as many as it takes (all, if need be).
+            The prepared plan itself where all of it is exact and no more is held than was foreseen, or the plan leaves
+            room for it; else what risk allows, with units replayed, as many as it takes (all, if need be).
         """
-        found = self._frontier(shape, profiles)
-        if isinstance(found, Plan):
-            return plan
-        row = found.prepare(EXACT)
         problem = row.problem
-        excess = level_bytes - self._base.settled_at(shape) - _held(problem, plan)
-        if excess <= NOISE_BYTES or row.plan.choice != plan.choice:  # refined since it was prepared
-            return plan
-        decided = row.decide_in(problem.now(base_backward_bytes=problem.base_backward_bytes + excess))
+        excess = 0 if level_bytes is None else level_bytes - self._base.settled_at(shape) - _held(problem, row.plan)
+        excess = excess if excess > NOISE_BYTES else 0
+        if not excess and row.plan.risk == 0:
+            return row.plan
+        decided = row.decide_in(
+            problem.now(
+                risk_budget=0.0 if risk is None else risk.budget,
+                exposures=None if risk is None else risk.exposures,
+                base_backward_bytes=problem.base_backward_bytes + excess,
+            )
+        )
         if isinstance(decided, Infeasible):
-            return all_units([profile.unit for profile in profiles], Action.RECOMPUTE)
+            return all_units([unit.unit for unit in problem.units], Action.RECOMPUTE)
         return decided
 
     def _frontier(self, shape: Shape, profiles: tuple[UnitProfile, ...]) -> Frontier | Plan:
@@ -198,8 +224,6 @@ class RankPlanner:
             self._background.close(timeout_s=0.1)
 
 
-#: B / E where no unit is approximate.
-EXACT = 0.0
 #: Peaks that differ by less are the same: pages, the allocator's rounding, what the interpreter holds.
 NOISE_BYTES = 1 << 20
 #: Observations that a base is fitted to.
@@ -263,19 +287,10 @@ def round_up(count: int) -> int:
     return -(-count // step) * step
 
 
-def all_units(units: list[UnitId], action: Action) -> Plan:
-    """The same action for every unit."""
-    return Plan(choice=dict.fromkeys(units, action.letter), actions=dict.fromkeys(units, action))
-
-
-@dataclass(frozen=True)
-class UniformPlan(Plan):
-    """Every unit gets the same action, known or not."""
-
-    action: Action = Action.RECOMPUTE
-
-    def action_of(self, unit: UnitId) -> Action:
-        return self.action
+def all_units(units: list[UnitId], wanted: Treatment | Action) -> Plan:
+    """The same for every unit."""
+    treatment = wanted if isinstance(wanted, Treatment) else Treatment(wanted)
+    return Plan(choice=dict.fromkeys(units, treatment.name), actions=dict.fromkeys(units, treatment.action))
 
 
 def _problem(

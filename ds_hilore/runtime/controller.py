@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from ds_hilore.core.errors import UsageError
+from ds_hilore.core.treatment import REPLAYED, Treatment, UniformPlan, treatment_of
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.profiling.measure import Measurements
 from ds_hilore.recovery.deadwork import DeadWork
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.replay import Site
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
-from ds_hilore.runtime.budget import UniformPlan
 from ds_hilore.runtime.learning import Learning
 from ds_hilore.runtime.microbatch import Microbatch, Phase
 from ds_hilore.runtime.observe import as_rows, call_with_gradient, check_observable
@@ -59,7 +59,7 @@ class Controller:
         self.context.settle = self.settle
         self.pruner = Pruner(parts.roles, parts.rank)
         self.learning = Learning(parts, self.context)
-        self._forced: Plan | Action | None = None
+        self._forced: Plan | None = None
         self._bypass = Bypass.NONE
         self._host_checkpoint: Checkpoint | None = None
         self._announced = Announcements()
@@ -96,16 +96,20 @@ class Controller:
         """This rank's budget; 0 until the all-R peak is known."""
         return self.parts.planner.budget_bytes
 
-    def force(self, plan: Plan | Action | None) -> None:
-        """Fixes the plan of all further microbatches (an `Action`: the same for every unit); None ends it.
+    def force(self, plan: Plan | Treatment | Action | None) -> None:
+        """Fixes the plan of all further microbatches (a treatment or action: the same for every unit); None ends it.
 
         Raises:
-            UsageError: neither a plan nor an action that is available.
+            UsageError: neither a plan nor a treatment nor an action that says all.
         """
-        if plan is not None and not isinstance(plan, Plan | Action):
-            raise UsageError(f"force: {plan!r} is no plan; give an Action, a Plan, or None to end it")
         if plan is Action.COMPRESS:
-            raise UsageError("compression is not available yet; force store or recompute")
+            raise UsageError('force: compress needs codecs; give a treatment, as Treatment.parse("L:mlp=bf16")')
+        if isinstance(plan, Action):
+            plan = Treatment(plan)
+        if isinstance(plan, Treatment):
+            plan = UniformPlan(treatment=plan)
+        if plan is not None and not isinstance(plan, Plan):
+            raise UsageError(f"force: {plan!r} is no plan; give an Action, a Treatment, a Plan, or None to end it")
         self._forced = plan
         self.learning.disturbed()
 
@@ -172,27 +176,28 @@ class Controller:
         if self._awaits_unit:
             self._begin_microbatch(inputs.shape)
         module = inputs.module
-        name, unit_class = self._name(module, function)
+        name, unit_class = self.unit_name(module, function)
         batch = self.microbatch
         unit = UnitId(name, batch.counts[name])
         batch.counts[name] += 1
         replay_only = self.parts.replay_only(module)
-        action = Action.RECOMPUTE if replay_only else batch.plan.action_of(unit)
-        batch.ran[unit] = action
-        if batch.prunes and action is Action.RECOMPUTE and not replay_only:
+        treatment = REPLAYED if replay_only else treatment_of(batch.plan, unit)
+        if batch.prunes and treatment.action is Action.RECOMPUTE and not replay_only:
+            batch.treated[unit] = REPLAYED
             call, result = self.pruner.run((self.context, unit, unit_class, inputs), function, args, kwargs)
             batch.calls.append(weakref.ref(call))
             return result
-        call = UnitCall(self.context, unit, unit_class, action, inputs)
+        batch.treated[unit] = treatment
+        call = UnitCall(self.context, unit, unit_class, treatment, inputs)
         batch.calls.append(weakref.ref(call))
-        with self.learning.around(unit, action, inputs):
+        with self.learning.around(unit, treatment, inputs):
             return call.run(function, args, kwargs)
 
     def _is_continued(self) -> bool:
         """Whether the microbatch in hand still waits for its backward. A graph that was dropped never gets one."""
         return any(reference() is not None for reference in self.microbatch.calls)
 
-    def _name(self, module: nn.Module | None, function: Callable[..., Any]) -> tuple[str, str]:
+    def unit_name(self, module: nn.Module | None, function: Callable[..., Any]) -> tuple[str, str]:
         known = self.parts.unit_names.get(module) if module is not None else None
         if known is not None:
             return known
@@ -208,10 +213,8 @@ class Controller:
         batch = self.microbatch
         batch.shape = shape
         batch.facts = self._announced.take()
-        if isinstance(self._forced, Plan):
+        if self._forced is not None:
             batch.plan = self._forced
-        elif self._forced is not None:
-            batch.plan = UniformPlan(action=self._forced)
         else:
             batch.plan = self.learning.choose(batch, shape)
         self.pruner.begin(batch, measuring=not self.learning.settled and self._forced is None)
@@ -299,12 +302,16 @@ class Controller:
         self.context.settled = True
         self.learning.quiet()
 
-    def end_update(self) -> None:
-        """The optimizer has stepped: parameters changed, so what was computed before is out of date."""
+    def end_update(self, gradient_norm: float | None = None) -> None:
+        """The optimizer has stepped: parameters changed, so what was computed before is out of date.
+
+        Args:
+            gradient_norm: of the reduced gradient, before clipping; None where it is not known.
+        """
         self._finish_microbatch()
         self.parameters_changed()
         self._announced.clear()
-        self.learning.end_update(forced=self._forced is not None)
+        self.learning.end_update(self._forced is not None, gradient_norm)
         self.update += 1
 
     def parameters_changed(self) -> None:

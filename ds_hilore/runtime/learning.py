@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from ds_hilore.core.types import Action, Plan, Shape, UnitId
+from ds_hilore.core.treatment import REPLAYED, Treatment
+from ds_hilore.core.types import Plan, Shape, UnitId
 from ds_hilore.memory.prize import Prize, storing_bytes
 from ds_hilore.profiling.measure import Measurements
 from ds_hilore.recovery.inputs import UnitInputs
@@ -25,6 +26,8 @@ from ds_hilore.runtime.baseline import BaselineMeter
 from ds_hilore.runtime.budget import all_units, loss_leads
 from ds_hilore.runtime.microbatch import Microbatch, footprints
 from ds_hilore.runtime.parts import ControllerParts, Stage
+from ds_hilore.runtime.risk import RiskKeeper, read
+from ds_hilore.runtime.sampling import SAMPLED, Sampler
 from ds_hilore.runtime.trial import Trial
 from ds_hilore.runtime.watch import PeakWatch
 
@@ -39,8 +42,10 @@ class Learning:
         measurements: what was found of the units.
         in_flight: most microbatches whose state was held at once.
         known: the measurements were those of an earlier run before the first microbatch.
+        predicted_error: relative gradient error foreseen for the newest update on this rank.
         prize: what there is to win on this rank, once the first plan is made.
         learnt: told of the measurements once they are complete.
+        risk: this rank's account of gradient error.
     """
 
     def __init__(self, parts: ControllerParts, context: RecoveryContext) -> None:
@@ -49,12 +54,15 @@ class Learning:
         self.in_flight = 1
         self.known = False
         self.prize: Prize | None = None
+        self.predicted_error = 0.0
         self.learnt: Callable[[Measurements], object] = lambda measurements: None
         self.baseline = BaselineMeter(parts.meter)
+        self.risk = RiskKeeper(parts.risk)
         self._parts = parts
         self._context = context
         self._watch = PeakWatch(parts.meter, parts.planner)
         self._trial = Trial(parts.clock, self.measurements, parts.trial_microbatches)
+        self._sampler = Sampler(parts.clock, self.measurements, parts.codecs)
         self._sampled: set[str] = set()  # classes that were stored once, or would not be
         self._started: Any = None  # of the all-R microbatch that is being timed
         self._replayed: tuple[Shape, float] | None = None  # the fastest of those
@@ -77,10 +85,11 @@ class Learning:
             self._watch.floor()
         size = planner.planning_shape(shape)
         profiles = self.measurements.profiles(size)
-        plan = planner.plan_for(size, profiles)
+        found = planner.prepare(size, profiles, *self.risk.expect(shape.tokens))
+        batch.prepared, plan = (None, found) if isinstance(found, Plan) else (found, found.plan)
         if self.prize is None:
             self._say_prize(plan, storing_bytes(profiles))
-        if self.stage is Stage.TRIAL and not plan.count(Action.STORE):
+        if self.stage is Stage.TRIAL and all(name == REPLAYED.name for name in plan.choice.values()):
             self._end_trial()  # both kinds of its microbatches would be the same
         return plan
 
@@ -105,7 +114,9 @@ class Learning:
         wanted = frozenset(self.measurements.unmeasured_classes() - self._sampled)
         batch.sampled = wanted
         last = {unit_class: unit for unit, unit_class in self.measurements.roster}
-        return all_units([unit for unit_class, unit in last.items() if unit_class in wanted], Action.STORE)
+        self._context.sample = self._sampler.note
+        self._context.around_operator = self._sampler.timed
+        return all_units([unit for unit_class, unit in last.items() if unit_class in wanted], SAMPLED)
 
     def begin(self, batch: Microbatch, shape: Shape, measured: bool) -> None:
         """The first unit of a microbatch is about to run, as `choose` has it.
@@ -124,9 +135,16 @@ class Learning:
         elif self.stage is Stage.PLANNED and self.in_flight <= 1 and not batch.prunes:
             self._watch.begin(shape)
 
-    def around(self, unit: UnitId, action: Action, inputs: UnitInputs) -> AbstractContextManager[None]:
+    @contextmanager
+    def around(self, unit: UnitId, treatment: Treatment, inputs: UnitInputs) -> Iterator[None]:
         """Around the forward of a unit."""
-        return self._trial.forward_of(unit, action, inputs.shape) if self.stage is Stage.TRIAL else nullcontext()
+        if self.stage is Stage.TRIAL:
+            with self._trial.forward_of(unit, treatment, inputs.shape):
+                yield
+            return
+        yield
+        if self.stage is Stage.MEASURE_R:
+            self.baseline.unit_ran()
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -146,7 +164,23 @@ class Learning:
         if not self.settled and not bypassed:
             self.measurements.note_forward(footprints(batch.alive()))
         self.baseline.backward_begins()
-        batch.follow(self._watch.backward_begins(self.measurements, batch.plan))
+        batch.follow(self._decide(batch))
+
+    def _decide(self, batch: Microbatch) -> Plan:
+        """The second problem: what the prepared plan becomes, now that memory and coefficients are known."""
+        level, row = self._watch.level_bytes(), batch.prepared
+        told = self.risk.rules.limit > 0 and batch.coefficients
+        exposed = read(batch.coefficients, batch.alive()) if told else None
+        if row is None or batch.shape is None:
+            if exposed is not None:
+                self.risk.observe(exposed)
+            return batch.plan
+        units = [unit.unit for unit in row.problem.units]
+        now = None if exposed is None else self.risk.decide(exposed, units)
+        decided = self._parts.planner.decide(self._parts.planner.planning_shape(batch.shape), row, level, now)
+        if exposed is not None:
+            self.risk.note(exposed, decided.risk)
+        return decided
 
     def end(self, batch: Microbatch) -> None:
         """The backward of a microbatch is over."""
@@ -154,7 +188,7 @@ class Learning:
             self._parts.clock.stop(self._started, partial(self._note_replayed, batch.shape))
             self._started = None
         self.baseline.end()
-        self._watch.end(self.measurements, batch.ran)
+        self._watch.end(self.measurements, batch.treated)
         self._trial.end()
         if batch.sampled is not None and self.stage is Stage.MEASURE_H:
             self._sampled |= batch.sampled
@@ -169,13 +203,15 @@ class Learning:
     def quiet(self) -> None:
         """No microbatch is in hand: nothing is timed."""
         self._context.timing = lambda unit: nullcontext()
-        self._context.watch = None
+        self._context.watch = self._context.sample = None
+        self._context.around_operator = nullcontext
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
-    def end_update(self, forced: bool) -> None:
-        """The optimizer has stepped."""
+    def end_update(self, forced: bool, gradient_norm: float | None = None) -> None:
+        """The optimizer has stepped on a reduced gradient of this norm (None: not known)."""
         self._parts.clock.collect()
+        self.predicted_error = self.risk.end_update(gradient_norm)
         if self.stage is Stage.MEASURE_R and not forced and self.measurements.roster:
             self.baseline.step_done()
             if self.baseline.complete:
@@ -215,4 +251,5 @@ class Learning:
         self.baseline.abort()
         self._watch.abort()
         self._trial.abort()
+        self.risk.abort()
         self._started = None

@@ -7,7 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ds_hilore.core.treatment import REPLAYED, Treatment, treatment_of
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
+from ds_hilore.planning.frontier import Prepared
 from ds_hilore.profiling.measure import UnitFootprint
 from ds_hilore.recovery.unit import UnitCall
 from ds_hilore.runtime.update import Coefficients, MicrobatchFacts
@@ -29,16 +31,18 @@ class Microbatch:
         sampled: classes of which its plan stores a unit to measure it.
         live_share: positions that can change the model, of all, as announced; once a pruned backward is over, as found.
             None: nobody has told.
+        prepared: what the plan may become after forward; None where it stands as it is.
         prunes: replays leave out what is dead.
     """
 
     phase: Phase = Phase.IDLE
     calls: list[weakref.ref[UnitCall]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    ran: dict[UnitId, Action] = field(default_factory=dict)
+    treated: dict[UnitId, Treatment] = field(default_factory=dict)
     sampled: frozenset[str] | None = None
     shape: Shape | None = None  # of its first unit
     plan: Plan = field(default_factory=Plan)
+    prepared: Prepared | None = None
     facts: MicrobatchFacts | None = None
     live_share: float | None = None
     prunes: bool = False
@@ -47,18 +51,27 @@ class Microbatch:
     def alive(self) -> list[UnitCall]:
         return [call for reference in self.calls if (call := reference()) is not None]
 
+    @property
+    def ran(self) -> dict[UnitId, Action]:
+        """Kinds of what was done with each unit so far, in forward order."""
+        return {unit: treatment.action for unit, treatment in self.treated.items()}
+
     def follow(self, decided: Plan) -> None:
-        """Drops stored state that the final plan replays; all else was done in forward."""
+        """Compresses or drops stored state as the final plan says; all else was done in forward."""
         for call in self.alive() if decided is not self.plan else ():
-            if call.action is Action.STORE and decided.action_of(call.unit) is Action.RECOMPUTE:
+            wanted = treatment_of(decided, call.unit)
+            if wanted == REPLAYED:
                 call.drop()
-                self.ran[call.unit] = Action.RECOMPUTE
+            elif wanted.action is Action.COMPRESS and call.action is Action.STORE:
+                call.compress(wanted)
+            self.treated[call.unit] = call.treatment
 
     def metrics(self) -> dict[str, float]:
         """What ran, and what the plan promised."""
         actions = list(self.ran.values())
         return {
             "stored_units": actions.count(Action.STORE),
+            "compressed_units": actions.count(Action.COMPRESS),
             "replayed_units": actions.count(Action.RECOMPUTE),
             "saved_seconds": self.plan.saved_seconds,
             "predicted_peak_bytes": self.plan.peak_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -13,6 +13,7 @@ from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.profiling.clock import Clock
 from ds_hilore.recovery.prune import RolesOf
 from ds_hilore.runtime.budget import RankPlanner
+from ds_hilore.runtime.risk import RiskRules
 from ds_hilore.runtime.update import GradientScale
 
 Checkpoint = Callable[..., Any]
@@ -44,6 +45,8 @@ class ControllerParts:
         scale: what a gradient carries on top of omega right now; told whether it has passed the engine's outputs.
         replay_only: function-style units (their module, or None) that may not be stored.
         trial_microbatches: how many run all-R and as planned in turn before plans are followed for good.
+        codecs: names of the codecs that plans may use; () for exact actions only.
+        risk: what gradient error is allowed.
         roles: what the arguments of a unit mean, for pruning; None where nothing is to be pruned.
     """
 
@@ -55,4 +58,6 @@ class ControllerParts:
     scale: Callable[[bool], GradientScale]
     replay_only: Callable[[nn.Module | None], bool] = lambda module: False
     trial_microbatches: int = 0
+    codecs: tuple[str, ...] = ()
+    risk: RiskRules = field(default_factory=RiskRules)
     roles: RolesOf | None = None

@@ -16,9 +16,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from ds_hilore.core.types import Action, Shape, UnitId
+from ds_hilore.core.treatment import Treatment
+from ds_hilore.core.types import Shape, UnitId
 from ds_hilore.profiling.clock import Clock
-from ds_hilore.profiling.measure import RECOMPUTE, STORE, Measurements
+from ds_hilore.profiling.measure import RECOMPUTE, Measurements
 from ds_hilore.recovery.unit import UnitCall
 
 #: Which of four microbatches run all-R, and again. Drifts of the machine meet both kinds alike.
@@ -70,14 +71,14 @@ class Trial:
             self._whole = self._clock.start(), self.replays, max(1, shape.tokens)
 
     @contextmanager
-    def forward_of(self, unit: UnitId, action: Action, shape: Shape) -> Iterator[None]:
+    def forward_of(self, unit: UnitId, treatment: Treatment, shape: Shape) -> Iterator[None]:
         """Around a unit's forward."""
         if self._whole is None:
             yield
             return
         started = self._clock.start()
         yield
-        note = partial(self._measurements.note_seconds, unit, action.letter, shape)
+        note = partial(self._measurements.note_seconds, unit, treatment.name, shape)
         self._clock.stop(started, lambda seconds: note(seconds, None))
 
     def unpacked(self, call: UnitCall) -> None:
@@ -87,7 +88,7 @@ class Trial:
             return
         self._end_unit()
         self._current = call
-        note = partial(self._measurements.note_seconds, call.unit, call.action.letter, call.shape)
+        note = partial(self._measurements.note_seconds, call.unit, call.treatment.name, call.shape)
         self._unit = self._clock.start(), lambda seconds: note(None, seconds)
 
     def end(self) -> None:
@@ -117,14 +118,14 @@ class Trial:
         replayed, planned = self._seconds[True], self._seconds[False]
         struck: list[tuple[str, str, str]] = []
         slower = median(planned) > median(replayed) and min(planned) > min(replayed)
-        for unit_class in self._measurements.classes:
-            gain = self._measurements.gain(unit_class, STORE, self.shape)
+        for unit_class, variant in self._measurements.timed():
+            gain = self._measurements.gain(unit_class, variant, self.shape)
             if gain is None:
                 continue
             if slower:
-                struck.append((unit_class, STORE, "the joint plan is slower than replaying everything"))
+                struck.append((unit_class, variant, "the joint plan is slower than replaying everything"))
             elif gain.seconds < -2 * gain.noise_s:
-                struck.append((unit_class, STORE, f"it costs {-gain.seconds * 1e3:.1f} ms more than {RECOMPUTE}"))
+                struck.append((unit_class, variant, f"it costs {-gain.seconds * 1e3:.1f} ms more than {RECOMPUTE}"))
         for entry in struck:
             self._measurements.strike(*entry)
         return Verdict(median(replayed), median(planned), tuple(struck))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_hilore.core.types import Action, Plan, Shape, UnitId
+from ds_hilore.core.treatment import Treatment
+from ds_hilore.core.types import Shape, UnitId
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.profiling.measure import Measurements
 from ds_hilore.runtime.budget import PhasePeaks, RankPlanner
@@ -37,32 +38,28 @@ class PeakWatch:
             self._shape = shape
             self._known = self._meter.peak_bytes()
 
-    def backward_begins(self, measurements: Measurements, plan: Plan) -> Plan:
-        """Forward and loss are over, under `plan`.
-
-        Returns:
-            The plan for backward: `plan`, or one that replays more units where more is held than was foreseen.
-        """
+    def level_bytes(self) -> int | None:
+        """What is held now that forward and loss are over; None where no planned microbatch is followed."""
         if self._shape is None:
-            return plan
+            return None
         self._forward = self._new_peak()
         self._settled = self._meter.level_bytes()
-        size = self._planner.planning_shape(self._shape)
-        return self._planner.decide(size, measurements.profiles(size), plan, self._settled)
+        return self._settled
 
     def _new_peak(self) -> int:
         """The peak if it is higher than any before, else 0."""
         before, self._known = self._known, self._meter.peak_bytes()
         return self._known if self._known > before else 0
 
-    def end(self, measurements: Measurements, ran: Mapping[UnitId, Action]) -> None:
-        """The backward is over, with the actions in `ran`. Of units that are not those of the profile, nothing is
-        learnt (two forwards before one backward)."""
+    def end(self, measurements: Measurements, treated: Mapping[UnitId, Treatment]) -> None:
+        """The backward is over; `treated` says how units were recovered. Of units that are not those of the profile,
+        nothing is learnt (two forwards before one backward)."""
         shape, self._shape = self._shape, None
-        if shape is None or ran.keys() != {unit for unit, _ in measurements.roster}:
+        if shape is None or treated.keys() != {unit for unit, _ in measurements.roster}:
             return
-        peaks = PhasePeaks(shape, self._forward, self._forward, self._new_peak(), self._floor, self._settled)
-        choice = {unit: action.letter for unit, action in ran.items()}
+        # what of forward's peak was the units' and what the loss's cannot be told: it is put down to the loss
+        peaks = PhasePeaks(shape, 0, self._forward, self._new_peak(), self._floor, self._settled)
+        choice = {unit: treatment.name for unit, treatment in treated.items()}
         self._planner.note_peaks(peaks, measurements.profiles(shape), choice)
 
     def abort(self) -> None:

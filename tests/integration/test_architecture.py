@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_hilore.core.errors import UnsupportedError
-from ds_hilore.core.types import Action, Shape, UnitId
+from ds_hilore.core.treatment import REPLAYED, STORED
+from ds_hilore.core.types import Shape, UnitId
 from ds_hilore.integration.architecture import FAMILIES, Setting, adapters_of, rates_by_class, read_config, read_model
 from ds_hilore.integration.units import find_units
 from ds_hilore.profiling.cost_model import DeviceSpeed, LayerCosts, layer_costs, projections
@@ -88,7 +89,7 @@ class Watched:
         own = hidden.untyped_storage()
         self.torch = sum(size for address, size in pack.seen.items() if address not in {*shared, own.data_ptr()})
         inputs = UnitInputs.capture(self.run, (hidden,), kwargs)
-        call = UnitCall(RecoveryContext(), UnitId("layer"), "Layer", Action.STORE, inputs)
+        call = UnitCall(RecoveryContext(), UnitId("layer"), "Layer", STORED, inputs)
         output = call.run(self.run, (hidden,), kwargs)
         held, needed = call.held_storages(), call.input_storages()
         self.base = sum(size for address, size in held.items() if address not in needed)
@@ -184,7 +185,7 @@ class Counted:
         if self.context is None:
             return self.run(hidden, **kwargs)
         inputs = UnitInputs.capture(self.run, (hidden,), kwargs)
-        call = UnitCall(self.context, UnitId("layer"), "Layer", Action.RECOMPUTE, inputs)
+        call = UnitCall(self.context, UnitId("layer"), "Layer", REPLAYED, inputs)
         return call.run(self.run, (hidden,), kwargs)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hilore.core.treatment import Treatment
 from ds_hilore.core.types import Action, UnitId
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
@@ -23,7 +24,7 @@ class Host:
 
     model: nn.Module
     context: RecoveryContext = field(default_factory=RecoveryContext)
-    actions: Sequence[Action] = (R,)
+    actions: Sequence[Action | Treatment] = (R,)
     calls: list[UnitCall] = field(default_factory=list)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -32,12 +33,13 @@ class Host:
         index = len(self.calls)
         inputs = UnitInputs.capture(function, args, kwargs)
         action = self.actions[index % len(self.actions)]
-        call = UnitCall(self.context, UnitId(f"unit.{index}"), type(inputs.module).__name__, action, inputs)
+        treatment = Treatment(action) if isinstance(action, Action) else action
+        call = UnitCall(self.context, UnitId(f"unit.{index}"), type(inputs.module).__name__, treatment, inputs)
         self.calls.append(call)
         return call.run(function, args, kwargs)
 
     def gradients(
-        self, loss: Callable[[nn.Module], Tensor], actions: Sequence[Action] | None, drop: bool = False
+        self, loss: Callable[[nn.Module], Tensor], actions: Sequence[Action | Treatment] | None, drop: bool = False
     ) -> Gradients:
         """Gradients of one backward; `actions=None` is the plain model. `drop` turns all stored units to R first."""
         base = _pretrained(self.model)

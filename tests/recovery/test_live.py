@@ -153,7 +153,7 @@ def test_lean_groups_hold_less_than_everything(lengths: list[int]) -> None:
     borders = Borders.none(len(lengths), 16)
     whole = LiveSet(live, CPU).cutting(borders, Extent.SEGMENTS)
     lean = LiveSet(live, CPU).cutting(borders, Extent.SEGMENTS, lean=True)
-    assert lean.positions == whole.positions and torch.equal(lean.after.flags, whole.after.flags)
+    assert lean.positions <= whole.positions and torch.equal(lean.after.flags, whole.after.flags)
     assert all(cut.positions <= 0.8 * live.numel() or len(cut.segments) == 1 for cut in lean.cuts)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_hilore.core.errors import StateChanged, UsageError
+from ds_hilore.core.errors import StateChanged
 from ds_hilore.core.types import Action
 from ds_hilore.recovery.unit import RecoveryContext, inside_unit
 from tests.recovery.scenes import SCENES, Block, Cube, tensor, weights
@@ -200,11 +200,6 @@ def test_r4_drop_frees_everything_but_the_inputs_at_once() -> None:
     assert all(reference.expired() for reference in chain.saved[0])
     assert units.calls[0].held_storages() == units.calls[0].input_storages()
     out.sum().backward()
-
-
-def test_r4_compression_is_refused_for_now() -> None:
-    with pytest.raises(UsageError, match=r"unit\.0: compression is not available yet"):
-        Units(Action.COMPRESS).run(torch.sin, tensor(CPU))
 
 
 # -- R5, R6: versions and generation -------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hilore.core.treatment import Treatment
 from ds_hilore.core.types import Action, UnitId
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 class Units:
     """Calls of units that share one context. `run` is what a host's checkpoint function is."""
 
-    action: Action = R
+    action: Action | Treatment = R
     context: RecoveryContext = field(default_factory=RecoveryContext)
     calls: list[UnitCall] = field(default_factory=list)
 
@@ -38,7 +39,7 @@ class Units:
             self.context,
             UnitId(f"unit.{len(self.calls)}"),
             "Unit",
-            self.action,
+            Treatment(self.action) if isinstance(self.action, Action) else self.action,
             UnitInputs.capture(function, args, kwargs),
         )
         self.calls.append(call)

@@ -36,6 +36,17 @@ def test_peaks_of_two_microbatches_and_the_step() -> None:
     assert result.peak_bytes == 80 and result.device_bytes == 10**6
 
 
+def test_what_comes_after_the_last_unit_is_the_loss_s() -> None:
+    meter = BaselineMeter(StubMeter([20, 30, 50, 70, 10]))  # two units, loss, backward, step
+    meter.begin(SIX)
+    meter.unit_ran()
+    meter.unit_ran()
+    meter.backward_begins()
+    meter.end()
+    meter.step_done()
+    assert meter.result().phases == (PhasePeaks(SIX, 30, 50, 70),)
+
+
 @pytest.mark.parametrize(("script", "peak"), [([5, 6, 90], 90), ([5, 90, 6], 90), ([90, 5, 6], 90)])
 def test_the_peak_may_be_anywhere(script: list[int], peak: int) -> None:
     meter = BaselineMeter(StubMeter(script))

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hilore.core.budget import BudgetKind, MemoryBudget
+from ds_hilore.core.treatment import REPLAYED, STORED, Treatment, UniformPlan, treatment_of
 from ds_hilore.core.types import Action, Shape, Solver, UnitId, UnitProfile, Variant
 from ds_hilore.planning.background import BackgroundPlanner
-from ds_hilore.planning.frontier import gap
+from ds_hilore.planning.frontier import Prepared, gap
 from ds_hilore.planning.problem import evaluate
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.runtime.budget import (
     Baseline,
     PhasePeaks,
     RankPlanner,
-    UniformPlan,
     all_units,
     loss_leads,
     round_up,
@@ -298,15 +298,18 @@ def test_more_on_the_device_than_foreseen_replays_units() -> None:
     held = 3 * 10 * MB
     phase = PhasePeaks(TEN, 900 * MB, 900 * MB, 1000 * MB, floor=500 * MB, settled=600 * MB)
     made.calibrate(Baseline(1000 * MB, (phase,), 10**12), {TEN: units})
-    plan = made.plan_for(TEN, units)
+    row = made.prepare(TEN, units)
+    assert isinstance(row, Prepared)
+    plan = row.plan
     assert plan.count(Action.STORE) == 3
     foreseen = 600 * MB - held + 3 * 100 * MB
     room = made.budget_bytes - plan.peak_bytes
-    assert made.decide(TEN, units, plan, foreseen) is plan
-    assert made.decide(TEN, units, plan, foreseen + room).count(Action.STORE) == 3
-    fewer = made.decide(TEN, units, plan, foreseen + room + 150 * MB)
+    assert made.decide(TEN, row) is plan
+    assert made.decide(TEN, row, foreseen) is plan
+    assert made.decide(TEN, row, foreseen + room).count(Action.STORE) == 3
+    fewer = made.decide(TEN, row, foreseen + room + 150 * MB)
     assert 0 < fewer.count(Action.STORE) < 3
-    assert made.decide(TEN, units, plan, 10**12).count(Action.STORE) == 0
+    assert made.decide(TEN, row, 10**12).count(Action.STORE) == 0
 
 
 def test_plans_by_name() -> None:
@@ -314,7 +317,9 @@ def test_plans_by_name() -> None:
     plan = all_units(units, Action.STORE)
     assert dict(plan.choice) == dict.fromkeys(units, "H") and plan.count(Action.STORE) == 2
     assert plan.action_of(UnitId("c")) is Action.RECOMPUTE
-    assert UniformPlan(action=Action.STORE).action_of(UnitId("anything")) is Action.STORE
+    assert UniformPlan(treatment=STORED).action_of(UnitId("anything")) is Action.STORE
+    mixed = all_units(units, Treatment.parse("L:mlp=bf16"))
+    assert treatment_of(mixed, units[0]).codecs == (("mlp", "bf16"),) and treatment_of(mixed, UnitId("c")) == REPLAYED
 
 
 @pytest.mark.parametrize("busy", [False, True])

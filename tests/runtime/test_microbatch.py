@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ds_hilore.core.treatment import Treatment
 from ds_hilore.core.types import Action, Shape, UnitId
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall
@@ -32,7 +33,7 @@ def run(actions: list[Action]) -> tuple[list[UnitCall], Tensor]:
     for number, action in enumerate(actions):
         unit = Masked()
         inputs = UnitInputs.capture(unit.forward, (x, mask), {})
-        calls.append(UnitCall(context, UnitId(f"u{number}"), "Masked", action, inputs))
+        calls.append(UnitCall(context, UnitId(f"u{number}"), "Masked", Treatment(action), inputs))
         x = calls[-1].run(unit.forward, (x, mask), {})
     return calls, x
 

@@ -43,6 +43,7 @@ def test_one_microbatch_measures_h_the_next_follows_a_plan() -> None:
     assert rig.actions == "HHH" and rig.controller.plan.saved_seconds == pytest.approx(3.0)
     assert rig.controller.metrics() == {
         "stored_units": 3,
+        "compressed_units": 0,
         "replayed_units": 0,
         "saved_seconds": rig.controller.plan.saved_seconds,
         "predicted_peak_bytes": rig.controller.plan.peak_bytes,
@@ -80,7 +81,7 @@ def test_forced_plans() -> None:
     rig.update()
     assert rig.actions == "HHH" and rig.controller.progress()["forced"] is True
     assert rig.controller.metrics()["stored_units"] == 3
-    with pytest.raises(UsageError, match="compression"):
+    with pytest.raises(UsageError, match="needs codecs"):
         rig.controller.force(Action.COMPRESS)
     rig.controller.force(None)
     assert rig.controller.progress()["forced"] is False

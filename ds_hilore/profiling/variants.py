@@ -1,0 +1,173 @@
+"""The variants of a unit as measured parts make them: which there are, and their bytes and seconds for a shape.
+
+    H              all saved tensors
+    R              the inputs; a replay
+    R:attention    the inputs and what the attention kernel gave; a replay without that kernel
+    L:...          state groups in low precision, everything else of H
+
+Nothing is measured per variant before plans are followed: bytes and seconds are put together from those of operators,
+state groups and codecs, each seen once in a stored unit. What the trial then sees of whole variants takes their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ds_hilore.core.treatment import REPLAYED, STORED, Treatment
+from ds_hilore.core.types import Action, Shape, Variant
+from ds_hilore.profiling.fit import BytesFit, Rate, SecondsFit
+
+#: Groups that the cheapest codec may not touch: attention's backward rebuilds its probabilities from them.
+SENSITIVE = "attention_qk"
+#: The group with most bytes and least sensitivity, which is compressed first.
+FIRST = "mlp"
+
+
+@dataclass
+class OperatorFits:
+    """Outputs of an operator that a replay may be handed: their bytes, and the seconds of running it."""
+
+    held: BytesFit = field(default_factory=BytesFit)
+    seconds: SecondsFit = field(default_factory=lambda: SecondsFit(Rate(per_token_length=1.0)))
+
+
+@dataclass
+class CodecFits:
+    """One state group under one codec. `error`: root mean square of e over what was encoded (design section 3)."""
+
+    held: BytesFit = field(default_factory=BytesFit)
+    encode: SecondsFit = field(default_factory=SecondsFit)
+    decode: SecondsFit = field(default_factory=SecondsFit)
+    squares: float = 0.0
+    count: int = 0
+
+    @property
+    def error(self) -> float:
+        return (self.squares / self.count) ** 0.5 if self.count else 0.0
+
+    def note_error(self, error: float) -> None:
+        self.squares += error * error
+        self.count += 1
+
+
+@dataclass
+class StateFits:
+    """What a stored unit's state is made of, by class of units."""
+
+    operators: dict[str, OperatorFits] = field(default_factory=dict)
+    groups: dict[str, BytesFit] = field(default_factory=dict)
+    codecs: dict[tuple[str, str], CodecFits] = field(default_factory=dict)
+
+    def operator(self, name: str) -> OperatorFits:
+        return self.operators.setdefault(name, OperatorFits())
+
+    def group(self, name: str) -> BytesFit:
+        return self.groups.setdefault(name, BytesFit())
+
+    def codec(self, group: str, codec: str) -> CodecFits:
+        return self.codecs.setdefault((group, codec), CodecFits())
+
+    def solved(self) -> tuple[Rate, ...]:
+        """All rates as they stand."""
+        fits = [fit for found in self.operators.values() for fit in (found.held, found.seconds)]
+        more = [fit for found in self.codecs.values() for fit in (found.held, found.encode, found.decode)]
+        return tuple([fit.rate for fit in (*fits, *self.groups.values(), *more)])
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A unit as a whole, for one shape: bytes of inputs and of the state that storing adds, seconds of a replay.
+
+    `gain`: measured seconds that a variant saves against R, encoding included, or None. `risk`: r at exposure 1, or
+    None where the variant may not be used.
+    """
+
+    shape: Shape
+    input_bytes: int
+    state_bytes: int
+    replay_s: float
+    gain: Callable[[str], float | None]
+    risk: Callable[[Treatment], float | None]
+
+
+def variants(whole: Whole, state: StateFits) -> Iterator[Variant]:
+    """All variants of a unit whose state was measured, R first."""
+    # a replay holds the same bundle, by the same recipes, while the unit's backward runs
+    yield Variant(REPLAYED.name, Action.RECOMPUTE, whole.input_bytes, workspace_bytes=whole.state_bytes)
+    saved = _or(whole.gain(STORED.name), whole.replay_s)
+    yield Variant(STORED.name, Action.STORE, whole.input_bytes + whole.state_bytes, saved_seconds=saved)
+    for operator, fits in state.operators.items():
+        yield _keeping(whole, operator, fits)
+    for codecs in compressions(state, whole.shape):
+        treatment = Treatment(Action.COMPRESS, codecs=codecs)
+        risk = whole.risk(treatment)
+        if risk is not None:
+            yield _compressed(whole, state, treatment, risk)
+
+
+def _keeping(whole: Whole, operator: str, fits: OperatorFits) -> Variant:
+    treatment = Treatment(Action.RECOMPUTE, keeps=(operator,))
+    held = fits.held.of(whole.shape)
+    return Variant(
+        treatment.name,
+        Action.RECOMPUTE,
+        whole.input_bytes + held,
+        workspace_bytes=max(0, whole.state_bytes - held),
+        saved_seconds=_or(whole.gain(treatment.name), fits.seconds.of(whole.shape)),
+    )
+
+
+def _compressed(whole: Whole, state: StateFits, treatment: Treatment, risk: float) -> Variant:
+    used = [(state.groups[group], state.codecs[(group, codec)]) for group, codec in treatment.codecs]
+    raw = sum(group.of(whole.shape) for group, _ in used)
+    held = sum(codec.held.of(whole.shape) for _, codec in used)
+    encode_s = sum(codec.encode.of(whole.shape) for _, codec in used)
+    decode_s = sum(codec.decode.of(whole.shape) for _, codec in used)
+    gain = whole.gain(treatment.name)
+    return Variant(
+        treatment.name,
+        Action.COMPRESS,
+        whole.input_bytes + max(0, whole.state_bytes - raw) + held,
+        workspace_bytes=raw,
+        forward_bytes=raw,
+        saved_seconds=whole.replay_s - decode_s if gain is None else gain + encode_s,
+        prepare_seconds=encode_s,
+        risk=risk,
+        codecs=treatment.codecs,
+    )
+
+
+def compressions(state: StateFits, shape: Shape) -> list[tuple[tuple[str, str], ...]]:
+    """Which codecs by state group are worth offering, of those that were measured and make the group smaller.
+
+    The MLP alone, at its smallest; everything at its smallest but for what is sensitive; everything at its most
+    precise. More of them would cost planning time for little: groups differ in sensitivity by orders of magnitude.
+    """
+    ways: dict[str, list[str]] = {}
+    for (group, codec), fits in state.codecs.items():
+        if group in state.groups and fits.held.of(shape) < state.groups[group].of(shape):
+            ways.setdefault(group, []).append(codec)
+
+    def size(group: str, codec: str) -> int:
+        return state.codecs[(group, codec)].held.of(shape)
+
+    smallest = {group: min(codecs, key=lambda codec: size(group, codec)) for group, codecs in ways.items()}
+    precise = {
+        group: min(codecs, key=lambda codec: state.codecs[(group, codec)].error) for group, codecs in ways.items()
+    }
+    calm = {group: codec for group, codec in precise.items() if group != SENSITIVE or codec == "bf16"}
+    offered: list[Mapping[str, str]] = []
+    if FIRST in ways:
+        offered.append({FIRST: smallest[FIRST]})
+        offered.append({**calm, FIRST: smallest[FIRST]})
+    offered += [calm, {**smallest, SENSITIVE: calm[SENSITIVE]} if SENSITIVE in calm else _without(smallest)]
+    return list(dict.fromkeys(tuple(sorted(way.items())) for way in offered if way))
+
+
+def _without(smallest: Mapping[str, str]) -> dict[str, str]:
+    return {group: codec for group, codec in smallest.items() if group != SENSITIVE}
+
+
+def _or(measured: float | None, computed: float) -> float:
+    return computed if measured is None else measured

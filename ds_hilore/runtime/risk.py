@@ -1,0 +1,193 @@
+"""What an update may cost in gradient error, and what its microbatches do cost (design sections 3 and 4).
+
+Everything is absolute here: exposures E are sums of |omega|, kappa is error of a gradient per E and relative error of
+state, the budget B is `max_gradient_error` times a running norm of the reduced update. Scaling the loss scales all of
+them alike. Squares add up: over units, microbatches and ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_hilore.core.types import UnitId
+from ds_hilore.planning.margin import ExposureMargin
+from ds_hilore.planning.price import TokenAccount
+from ds_hilore.recovery.encoded import Statistic
+from ds_hilore.recovery.live import HostCopy
+from ds_hilore.recovery.unit import UnitCall
+from ds_hilore.runtime.update import Coefficients
+
+#: Updates after which a norm counts for 1/e: norms of updates differ by factors from one to the next.
+MEMORY = 16.0
+
+
+@dataclass(frozen=True)
+class RiskRules:
+    """What the configuration says of gradient error.
+
+    Args:
+        limit: relative error that a whole update's gradient may have; 0: exact actions only.
+        static: exposures are frozen at the mean of calibration (mode static_risk).
+        ranks: that share an update.
+        microbatches: of one update on one rank.
+    """
+
+    limit: float = 0.0
+    static: bool = False
+    ranks: int = 1
+    microbatches: int = 1
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """A microbatch's coefficients as far as plans need them, on the host.
+
+    Attributes:
+        exposure: sum of |omega|; infinite where a coefficient is not finite.
+        tokens: those with a coefficient.
+        unusable: units of which something encoded was not finite (rule C6 of the codecs).
+    """
+
+    exposure: float
+    tokens: int
+    unusable: frozenset[UnitId] = frozenset()
+
+
+@dataclass(frozen=True)
+class RiskNow:
+    """What the final plan of one microbatch may spend: B_m, and the exposure of each unit."""
+
+    budget: float
+    exposures: Mapping[UnitId, float]
+
+
+@dataclass
+class RiskKeeper:
+    """One rank's account of gradient error. `typical`: running mean exposure per token of its microbatches."""
+
+    rules: RiskRules
+    norm: float = 0.0
+    typical: float = 0.0
+    tokens: float = 0.0
+    correction: float = 1.0
+    frozen: float | None = None
+    margin: ExposureMargin = field(default_factory=ExposureMargin)
+    spent: list[float] = field(default_factory=list)
+    _account: TokenAccount | None = None
+    _predicted: float = 0.0
+    _norms: int = 0
+    _seen: int = 0
+
+    @property
+    def active(self) -> bool:
+        return self.rules.limit > 0 and self.norm > 0
+
+    @property
+    def budget(self) -> float:
+        """B of one rank's part of an update, absolute."""
+        return self.rules.limit * self.norm * self.correction / math.sqrt(self.rules.ranks)
+
+    def expect(self, tokens: int) -> tuple[float, Sequence[float]]:
+        """Before forward: the B / E that the microbatch may expect, and equally likely ratios of true to predicted E.
+
+        Args:
+            tokens: positions of the microbatch.
+        """
+        if not self.active or self.typical <= 0:
+            return 0.0, (1.0,)
+        share = self.budget / math.sqrt(self.rules.microbatches)
+        self._predicted = self.typical * (self.tokens or tokens)
+        if self.rules.static:
+            return share / (self.frozen or self._predicted), (1.0,)
+        return share / self._predicted, self.margin.ratios()
+
+    def decide(self, exposed: Exposed, units: Iterable[UnitId]) -> RiskNow:
+        """After forward: what this microbatch may spend, given its real coefficients."""
+        exposure = exposed.exposure
+        if self._account is None:
+            local = max(1, round(self.tokens * self.rules.microbatches) or exposed.tokens)
+            self._account = TokenAccount(self.budget**2, local)
+        granted = self._account.grant(exposed.tokens)
+        if self.rules.static and self.frozen is not None and math.isfinite(exposure):
+            exposure = self.frozen
+            granted = self.budget**2 / self.rules.microbatches
+        exposures = {unit: math.inf if unit in exposed.unusable else exposure for unit in units}
+        return RiskNow(math.sqrt(granted), exposures)
+
+    def note(self, exposed: Exposed, risk: float) -> None:
+        """A microbatch was decided at this risk (absolute)."""
+        if self._account is not None:
+            self._account.spend(risk * risk)
+        self.spent.append(risk)
+        self.observe(exposed)
+
+    def observe(self, exposed: Exposed) -> None:
+        """A microbatch's exposure, whatever was done with it."""
+        if not math.isfinite(exposed.exposure) or exposed.tokens == 0:
+            return
+        if self._predicted > 0:
+            self.margin.observe(self._predicted, exposed.exposure)
+        self._seen += 1
+        fade = max(1 / self._seen, 1 / MEMORY)
+        self.typical += fade * (exposed.exposure / exposed.tokens - self.typical)
+        self.tokens += fade * (exposed.tokens - self.tokens)
+
+    def freeze(self, exposures: Sequence[float]) -> None:
+        """The mean exposure of calibration, for static risk."""
+        finite = [exposure for exposure in exposures if math.isfinite(exposure)]
+        self.frozen = math.fsum(finite) / len(finite) if finite else None
+
+    def end_update(self, norm: float | None) -> float:
+        """The optimizer has stepped on a gradient of this norm (None: not known).
+
+        Returns:
+            This rank's predicted error of the update, relative.
+        """
+        predicted = math.sqrt(math.fsum(risk * risk for risk in self.spent))
+        relative = predicted / self.norm if self.norm > 0 else 0.0
+        self.spent.clear()
+        self._account = None
+        if norm is not None and math.isfinite(norm) and norm > 0:
+            self._norms += 1
+            fade = max(1 / self._norms, 1 / MEMORY)
+            # the mean of squares: budgets are of squares
+            self.norm = math.sqrt(self.norm**2 + fade * (norm**2 - self.norm**2))
+        return relative
+
+    def abort(self) -> None:
+        """The update starts again."""
+        self.spent.clear()
+        self._account = None
+
+
+def read(coefficients: Sequence[Coefficients], calls: Sequence[UnitCall]) -> Exposed:
+    """Brings what is needed of a microbatch's coefficients and of its encoded state to the host, in one copy."""
+    flagged = [(call.unit, statistic) for call in calls for statistic in call.statistics]
+    parts = [_facts(each) for each in coefficients] + [_flag(statistic) for _, statistic in flagged]
+    device = parts[0].device
+    values = HostCopy(torch.cat([part.to(device) for part in parts])).get().tolist()
+    facts = [values[3 * k : 3 * k + 3] for k in range(len(coefficients))]
+    finite = all(fact[1] for fact in facts)
+    flags = values[3 * len(coefficients) :]
+    return Exposed(
+        math.fsum(fact[0] for fact in facts) if finite else math.inf,
+        int(sum(fact[2] for fact in facts)),
+        frozenset(unit for (unit, _), usable in zip(flagged, flags) if not usable),
+    )
+
+
+def _facts(each: Coefficients) -> Tensor:
+    """[3] float64: exposure, whether finite, tokens."""
+    live = (each.mask != 0).sum() if each.mask is not None else torch.full_like(each.omega[:1, :1], each.omega.numel())
+    found = each.facts
+    return torch.stack([found.exposure.double(), found.finite.double(), live.double().reshape(())])
+
+
+def _flag(statistic: Statistic) -> Tensor:
+    """[1] float64: 1 where what was encoded may be used."""
+    return statistic.squares.sum().isfinite().double().reshape(1)
