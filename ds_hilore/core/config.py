@@ -61,11 +61,7 @@ class Mode(Enum):
 #: Key -> (values that need nothing that is still to come, what brings the others, what to write until then).
 _LATER: Mapping[str, tuple[tuple[Any, ...], str, str]] = {
     "host_budget": ((0,), "offload to the host", "0"),
-    "max_gradient_error": ((0.0,), "compression", "0 (exact actions only)"),
-    "mode": ((Mode.UPDATE_AWARE, Mode.EXACT), "compression", '"update_aware" or "exact"'),
-    "codecs": (((),), "compression", "[]"),
-    "profile.calibration_microbatches": ((0,), "compression", "0"),
-    "profile.audit_interval": ((0,), "compression", "0"),
+    "mode": ((Mode.UPDATE_AWARE, Mode.STATIC_RISK, Mode.EXACT), "the paper's planner", '"update_aware"'),
     "selfcheck.updates": ((0,), "the self-check", "0"),
     "report.path": ((None,), "the report", "null"),
 }
@@ -140,7 +136,7 @@ class PlannerConfig(Block):
 
 
 class ProfileConfig(Block):
-    """Stored profiles, and calibration of gradient error, which comes with compression."""
+    """Stored profiles, calibration of gradient error, and audits of it."""
 
     where: ClassVar[str] = f"{BLOCK}.profile"
 
@@ -152,10 +148,19 @@ class ProfileConfig(Block):
         'need not measure: "auto" (ds_hilore/profiles in the user\'s cache), a folder, or null for none.',
     )
     calibration_microbatches: int = Field(
-        default=0, strict=True, description="Microbatches of calibration. 0 until then."
+        default=4,
+        ge=1,
+        le=64,
+        strict=True,
+        description="Microbatches after which the gradient error of compressed state is known: each is differentiated "
+        "again, exactly and with one unit compressed at a time. Only where max_gradient_error is above 0.",
     )
     audit_interval: int = Field(
-        default=0, strict=True, description="Updates between two audits of the error. 0 until then."
+        default=200,
+        ge=0,
+        strict=True,
+        description="Updates from one audit to the next: all microbatches of an audited update are differentiated "
+        "exactly too, and the measured error corrects what plans risk. 0: none.",
     )
 
     @field_validator("path")
@@ -164,11 +169,6 @@ class ProfileConfig(Block):
         if value is not None and (not value.strip() or "\0" in value):
             raise ValueError('allowed: "auto", a folder, or null for none')
         return value
-
-    @field_validator("calibration_microbatches", "audit_interval")
-    @classmethod
-    def _later(cls, value: Any, info: ValidationInfo) -> Any:
-        return _refuse_until_later(f"profile.{info.field_name}", value)
 
 
 class SelfcheckConfig(Block):
@@ -220,7 +220,7 @@ class HiLoReConfig(Block):
         lt=1,
         strict=True,
         description="Relative error of the whole update's gradient that compression may cause on average. 0: exact "
-        "actions only, which is all there is until compression comes.",
+        "actions only.",
     )
     units: Literal["auto"] | tuple[str, ...] = Field(
         default="auto",
@@ -230,11 +230,11 @@ class HiLoReConfig(Block):
     )
     mode: Mode = Field(
         default=Mode.UPDATE_AWARE,
-        description='"update_aware": the update\'s own coefficients decide after forward; "exact": store and '
-        "recompute only. The same plans until compression comes.",
+        description='"update_aware": the update\'s own coefficients decide after forward; "static_risk": they are taken '
+        'to be what they were in calibration; "exact": store and recompute only.',
     )
     codecs: tuple[str, ...] = Field(
-        default=(), description="Codecs that compression may use. Empty until compression comes."
+        default=("bf16", "int8"), description="Codecs that compression may use, where max_gradient_error is above 0."
     )
     planner: PlannerConfig = Field(default=PlannerConfig(), description="How plans are solved.")
     prune_zero_exposure: StrictBool = Field(
@@ -279,10 +279,24 @@ class HiLoReConfig(Block):
     def _later_before_its_type(cls, value: Any) -> Any:
         return _refuse_until_later("host_budget", value)
 
-    @field_validator("codecs", "max_gradient_error", "mode")
+    @field_validator("mode")
     @classmethod
     def _later(cls, value: Any, info: ValidationInfo) -> Any:
         return _refuse_until_later(str(info.field_name), value)
+
+    @field_validator("codecs")
+    @classmethod
+    def _name_codecs(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError('at least one is needed; for exact actions only leave max_gradient_error at 0')
+        if len(set(value)) != len(value):
+            raise ValueError("a codec is listed twice; name each once")
+        return value
+
+    @property
+    def compresses(self) -> bool:
+        """Whether plans may compress at all."""
+        return self.max_gradient_error > 0 and self.mode is not Mode.EXACT
 
     @field_validator("units", mode="before")
     @classmethod

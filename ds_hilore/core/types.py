@@ -120,6 +120,7 @@ class Solver(Enum):
     HIGHS = "highs"
     CBC = "cbc"
     BRUTE_FORCE = "brute_force"
+    DYNAMIC = "dynamic"  # dynamic programme over intervals of memory and risk (`paper` mode)
 
 
 @dataclass(frozen=True)

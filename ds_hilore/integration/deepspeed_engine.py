@@ -17,13 +17,15 @@ import torch
 from torch import nn
 
 from ds_hilore.core import deps
-from ds_hilore.core.config import HiLoReConfig, RankBudgets
-from ds_hilore.core.errors import UsageError
+from ds_hilore.codecs.registry import codec_names
+from ds_hilore.core.config import HiLoReConfig, Mode, RankBudgets
+from ds_hilore.core.errors import ConfigError, UnsupportedError, UsageError
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.host_rules import check_against_ds_json
 from ds_hilore.integration.architecture import rates_by_class
 from ds_hilore.integration.control_plane import control_plane
 from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
+from ds_hilore.integration.gradient_checks import CheckRules, GradientChecks
 from ds_hilore.integration.gradient_scale import EngineScale
 from ds_hilore.integration.host import AttachedHost
 from ds_hilore.integration.peft import let_embedding_outputs_require_grad
@@ -55,6 +57,7 @@ from ds_hilore.runtime.budget import RankPlanner
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import claim
 from ds_hilore.runtime.parts import ControllerParts
+from ds_hilore.runtime.risk import RiskRules
 
 _log = logging.getLogger(__name__)
 _INSTALLED = "_hilore_original_initialize"
@@ -165,7 +168,11 @@ def attach(
         on_failure.callback(controller.close)
         _know_proportions(engine, controller)
         _keep_profile(engine, config, controller, plane.rank)
-        (PipelineHost if pipeline else AttachedHost)(engine, controller, plane, units, scale).apply()
+        host = (PipelineHost if pipeline else AttachedHost)(engine, controller, plane, units, scale)
+        if config.compresses:
+            rules = CheckRules(config.profile.calibration_microbatches, config.profile.audit_interval)
+            host.checks = GradientChecks(engine, controller, plane, rules)
+        host.apply()
         on_failure.pop_all()
     _say_start(engine, config, units, notes or [], plane.rank)
     claim(controller)
@@ -245,10 +252,36 @@ def _controller(
         # Under ZeRO-3 a function that is no leaf module gathers in its replay: all ranks must replay it (fact 16).
         replay_only=(lambda module: module not in known) if stage3 else (lambda module: False),
         trial_microbatches=config.planner.trial_microbatches,
+        codecs=config.codecs if config.compresses else (),
+        risk=_risk_rules(engine, config),
         # A pruned replay knows one microbatch at a time.
         roles=decoder_layer_roles if config.prune_zero_exposure and not is_pipeline(engine.module) else None,
     )
     return Controller(parts)
+
+
+def _risk_rules(engine: Any, config: HiLoReConfig) -> RiskRules:
+    """What gradient error is allowed.
+
+    Raises:
+        ConfigError: a codec that is not known.
+        UnsupportedError: a pipeline, whose microbatches cannot be differentiated by themselves.
+    """
+    if not config.compresses:
+        return RiskRules()
+    unknown = sorted(set(config.codecs) - set(codec_names()))
+    if unknown:
+        raise ConfigError(f"hilore.codecs: {unknown} are not known; known: {', '.join(codec_names())}")
+    if is_pipeline(engine.module):
+        raise UnsupportedError(
+            "hilore.max_gradient_error: compression cannot be calibrated in a pipeline yet; leave it at 0"
+        )
+    return RiskRules(
+        limit=config.max_gradient_error,
+        static=config.mode is Mode.STATIC_RISK,
+        ranks=engine.dp_world_size,
+        microbatches=engine.gradient_accumulation_steps(),
+    )
 
 
 def _stage(ds: Mapping[str, Any]) -> int:

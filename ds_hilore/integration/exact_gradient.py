@@ -50,7 +50,7 @@ def exact_gradients(
         name: _zeros(parameter) if gradient is None else gradient.detach()
         for (name, parameter), gradient in zip(chosen.items(), found, strict=True)
     }
-    return _averaged(engine, gradients) if reduce else gradients
+    return averaged(engine, gradients) if reduce else gradients
 
 
 def _choose(module: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Parameter]:
@@ -80,7 +80,7 @@ def release_gathered(engine: Any) -> None:
         release()
 
 
-def _averaged(engine: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def averaged(engine: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     from deepspeed import comm
 
     group = engine.seq_data_parallel_group

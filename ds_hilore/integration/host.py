@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch, ModelParallelRng
 from ds_hilore.integration.gated_mlp import apply_gated_mlps, undo_gated_mlps
+from ds_hilore.integration.gradient_checks import GradientChecks
+from ds_hilore.integration.gradient_norm import engine_gradient_norm, local_gradient_norm
 from ds_hilore.integration.gradient_scale import EngineScale
 from ds_hilore.integration.refusals import refuse_compile, refuse_compiled_model, refuse_no_sync
 from ds_hilore.integration.reset import reset_update
@@ -31,6 +33,7 @@ class AttachedHost:
     plane: ControlPlane
     units: Units
     scale: EngineScale
+    checks: GradientChecks | None = None  # where plans may compress
 
     def apply(self) -> None:
         """Changes the model, DeepSpeed's checkpoint function and the engine; all or nothing."""
@@ -82,7 +85,7 @@ class AttachedHost:
         refuse_compiled_model(self.engine.module)
         self._meet_ranks()
         self.controller.context.rng_tracker = ModelParallelRng.if_used()
-        with forward_of(self.controller):
+        with forward_of(self.controller), self._checked_forward():
             try:
                 result = original(*args, **kwargs)
             except BaseException:
@@ -103,15 +106,26 @@ class AttachedHost:
             raise
         if not kwargs.get("retain_graph", False):
             self.controller.end_backward()
+            if self.checks is not None:
+                self.checks.backward_done()
         return result
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         boundary = self.engine.is_gradient_accumulation_boundary()
+        norm = None
+        if boundary and self.checks is not None:
+            self.checks.before_step()
+            norm = local_gradient_norm(self.engine)
         result = original(*args, **kwargs)
         if boundary:
-            self.controller.end_update()
+            if self.checks is not None and norm is None:
+                norm = engine_gradient_norm(self.engine)
+            self.controller.end_update(norm)
             self._write_metrics()
         return result
+
+    def _checked_forward(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.checks is None else self.checks.forward()
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -136,6 +150,8 @@ class AttachedHost:
     def _give_up_update(self) -> None:
         """The update starts again: what DeepSpeed left half done would be silently wrong (design fact 4)."""
         self.controller.abort()
+        if self.checks is not None:
+            self.checks.abort()
         reset_update(self.engine)
 
     def _write_metrics(self) -> None:

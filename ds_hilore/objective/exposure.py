@@ -27,7 +27,7 @@ def exposure(omega: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Source: design section 3, E_u with full reach (S = c = 1).
     """
-    return _magnitude(omega, mask).sum()
+    return magnitude_of(omega, mask).sum()
 
 
 def live_rows(omega: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def live_rows(omega: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Args and Raises as `exposure`.
     """
-    return (_magnitude(omega, mask) != 0).any(1)
+    return (magnitude_of(omega, mask) != 0).any(1)
 
 
 def reach_weights(omega: Tensor, segment_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -58,7 +58,7 @@ def reach_weights(omega: Tensor, segment_ids: Tensor | None = None, mask: Tensor
 
     Source: design section 3, "Token-resolved form".
     """
-    magnitude = _magnitude(omega, mask)
+    magnitude = magnitude_of(omega, mask)
     # float64, because the sum behind a segment is subtracted again: in float32 a calm segment before a violent one
     # would be left with rounding error.
     suffix = magnitude.double().flip(1).cumsum(1).flip(1)
@@ -66,7 +66,7 @@ def reach_weights(omega: Tensor, segment_ids: Tensor | None = None, mask: Tensor
         return suffix.to(magnitude.dtype)
     if segment_ids.shape != omega.shape:
         raise UsageError(f"segment_ids {tuple(segment_ids.shape)} must have the shape of omega {tuple(omega.shape)}")
-    behind = torch.cat([suffix, suffix.new_zeros(len(suffix), 1)], 1).gather(1, _next_segment(segment_ids))
+    behind = torch.cat([suffix, suffix.new_zeros(len(suffix), 1)], 1).gather(1, next_segment(segment_ids))
     return (suffix - behind).to(magnitude.dtype)
 
 
@@ -87,7 +87,7 @@ class TokenFacts:
     @classmethod
     def of(cls, omega: Tensor, mask: Tensor | None = None) -> TokenFacts:
         """Args and Raises as `exposure`."""
-        magnitude = _magnitude(omega, mask)
+        magnitude = magnitude_of(omega, mask)
         return cls(magnitude.sum(), magnitude.isfinite().all(), (magnitude != 0).any(1))
 
     def packed(self) -> Tensor:
@@ -100,7 +100,7 @@ class TokenFacts:
         return cls(packed[0], packed[1] != 0, packed[2:] != 0)
 
 
-def _magnitude(omega: Tensor, mask: Tensor | None) -> Tensor:
+def magnitude_of(omega: Tensor, mask: Tensor | None) -> Tensor:
     """|omega|, [B, T] float32 or wider, 0 at masked positions whatever they hold."""
     if omega.dim() != 2 or (mask is not None and mask.shape != omega.shape):
         shape = None if mask is None else tuple(mask.shape)
@@ -109,7 +109,7 @@ def _magnitude(omega: Tensor, mask: Tensor | None) -> Tensor:
     return wide if mask is None else torch.where(mask != 0, wide, 0.0)
 
 
-def _next_segment(segment_ids: Tensor) -> Tensor:
+def next_segment(segment_ids: Tensor) -> Tensor:
     """[B, T] int64: for each position, where the next segment of its row starts (T after the last one)."""
     tokens = segment_ids.shape[1]
     position = torch.arange(tokens, device=segment_ids.device)

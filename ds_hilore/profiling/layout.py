@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ds_hilore.core.types import UnitId
 from ds_hilore.profiling.fit import BytesFit, Observation, Rate, SecondsFit
 from ds_hilore.profiling.measure import RECOMPUTE, ClassFits, Measurements, Relation
+from ds_hilore.profiling.variants import StateFits
 
 Text = Annotated[str, Field(max_length=512)]
 Count = Annotated[int, Field(ge=0, le=1 << 60)]
@@ -121,11 +122,70 @@ class StoredSeconds(Strict):
     backward: StoredFit
 
 
+class StoredOperator(Strict):
+    held: StoredFit
+    seconds: StoredFit
+
+
+class StoredCodec(Strict):
+    group: Text
+    codec: Text
+    held: StoredFit
+    encode: StoredFit
+    decode: StoredFit
+    squares: Amount
+    count: Count
+
+
+class StoredParts(Strict):
+    """What the state of a class is made of (profiling/variants.py: StateFits)."""
+
+    operators: Annotated[dict[Text, StoredOperator], Field(max_length=8)] = Field(default_factory=dict)
+    groups: Annotated[dict[Text, StoredFit], Field(max_length=16)] = Field(default_factory=dict)
+    codecs: Annotated[list[StoredCodec], Field(max_length=128)] = Field(default_factory=list)
+
+    @classmethod
+    def of(cls, parts: StateFits) -> StoredParts:
+        return cls(
+            operators={
+                name: StoredOperator(held=StoredFit.of(fits.held), seconds=StoredFit.of(fits.seconds))
+                for name, fits in parts.operators.items()
+            },
+            groups={name: StoredFit.of(fit) for name, fit in parts.groups.items()},
+            codecs=[
+                StoredCodec(
+                    group=group,
+                    codec=codec,
+                    held=StoredFit.of(fits.held),
+                    encode=StoredFit.of(fits.encode),
+                    decode=StoredFit.of(fits.decode),
+                    squares=fits.squares,
+                    count=fits.count,
+                )
+                for (group, codec), fits in parts.codecs.items()
+            ],
+        )
+
+    def into(self, parts: StateFits) -> None:
+        for name, operator in self.operators.items():
+            operator.held.into(parts.operator(name).held)
+            operator.seconds.into(parts.operator(name).seconds)
+        for name, fit in self.groups.items():
+            fit.into(parts.group(name))
+        for stored in self.codecs:
+            fits = parts.codec(stored.group, stored.codec)
+            stored.held.into(fits.held)
+            stored.encode.into(fits.encode)
+            stored.decode.into(fits.decode)
+            fits.squares, fits.count = stored.squares, stored.count
+
+
 class StoredClass(Strict):
     inputs: StoredFit
     state: StoredFit
     replay: StoredFit
     variants: Annotated[dict[Text, StoredSeconds], Field(max_length=32)]
+    parts: StoredParts
 
 
 class StoredUnit(Strict):
@@ -163,7 +223,7 @@ class StoredBaseline(Strict):
 class StoredProfile(Strict):
     """A whole file. `format`: version of this layout."""
 
-    format: Literal[1]
+    format: Literal[2]
     fingerprint: StoredFingerprint
     units: Annotated[list[StoredUnit], Field(max_length=4096)]
     classes: Annotated[dict[Text, StoredClass], Field(max_length=256)]
@@ -184,7 +244,7 @@ class StoredProfile(Strict):
     ) -> StoredProfile:
         """What was measured, as it is stored."""
         return cls(
-            format=1,
+            format=2,
             fingerprint=StoredFingerprint(**asdict(fingerprint)),
             units=[_stored_unit(measurements, unit, name) for unit, name in measurements.roster],
             classes={name: _stored_class(fits) for name, fits in measurements.classes.items()},
@@ -202,6 +262,7 @@ class StoredProfile(Strict):
             stored.inputs.into(fits.inputs)
             stored.state.into(fits.state)
             stored.replay.into(fits.replay)
+            stored.parts.into(fits.parts)
             for variant, seconds in stored.variants.items():
                 pair = fits.seconds(variant)
                 seconds.forward.into(pair.forward)
@@ -230,6 +291,7 @@ def _stored_class(fits: ClassFits) -> StoredClass:
             name: StoredSeconds(forward=StoredFit.of(pair.forward), backward=StoredFit.of(pair.backward))
             for name, pair in fits.variants.items()
         },
+        parts=StoredParts.of(fits.parts),
     )
 
 

@@ -235,15 +235,15 @@ class UnitCall:
         self.treatment = REPLAYED
 
     def held_storages(self) -> dict[int, int]:
-        """Bytes of the stored state by storage address, what a replay needs included."""
+        """Bytes of all that is held by storage address: inputs, kept outputs, stored state."""
         values = [handle.value for handle in self._alive()]
-        return {**self.input_storages(), **storages(kept_tensors(values))}
+        outputs = [] if self.outputs is None else self.outputs.held()
+        return {**self.input_storages(), **storages(outputs), **storages(kept_tensors(values))}
 
     def input_storages(self) -> dict[int, int]:
-        """Bytes of inputs, routing and kept outputs by storage address: what recompute holds."""
+        """Bytes of inputs and routing by storage address: what recompute holds."""
         routing = [] if self.routing is None else self.routing.choices
-        outputs = [] if self.outputs is None else self.outputs.held()
-        return storages([*self.inputs.held(), *routing, *outputs])
+        return storages([*self.inputs.held(), *routing])
 
     # -- backward --------------------------------------------------------------------------------------------------
 

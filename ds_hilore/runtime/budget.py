@@ -197,9 +197,13 @@ class RankPlanner:
         self.infeasible = None
 
     def _first_frontier(self, key: tuple[int, Shape], profiles: tuple[UnitProfile, ...]) -> Frontier | Plan:
-        problem = _problem(profiles, self.budget_bytes, self._base.at(key[1]), self._in_flight)
-        self._problems[key] = problem
+        base = self._base.at(key[1])
+        problem = _problem(profiles, self.budget_bytes - self.budget_bytes // ROOM, base, self._in_flight)
         found = first_frontier(problem)
+        if isinstance(found, Infeasible):
+            problem = _problem(profiles, self.budget_bytes, base, self._in_flight)
+            found = first_frontier(problem)
+        self._problems[key] = problem
         if isinstance(found, Infeasible):
             if self.infeasible is None:
                 _log.warning("hilore: %s; every unit is replayed", found)
@@ -226,6 +230,8 @@ class RankPlanner:
 
 #: Peaks that differ by less are the same: pages, the allocator's rounding, what the interpreter holds.
 NOISE_BYTES = 1 << 20
+#: Plans leave one part in so many of the budget free, where they can: one and the same plan's peak wanders by as much.
+ROOM = 1024
 #: Observations that a base is fitted to.
 MAX_OBSERVED = 16
 

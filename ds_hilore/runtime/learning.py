@@ -19,6 +19,7 @@ from typing import Any
 from ds_hilore.core.treatment import REPLAYED, Treatment
 from ds_hilore.core.types import Plan, Shape, UnitId
 from ds_hilore.memory.prize import Prize, storing_bytes
+from ds_hilore.profiling.calibrate import Calibration
 from ds_hilore.profiling.measure import Measurements
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext
@@ -26,7 +27,7 @@ from ds_hilore.runtime.baseline import BaselineMeter
 from ds_hilore.runtime.budget import all_units, loss_leads
 from ds_hilore.runtime.microbatch import Microbatch, footprints
 from ds_hilore.runtime.parts import ControllerParts, Stage
-from ds_hilore.runtime.risk import RiskKeeper, read
+from ds_hilore.runtime.risk import Exposed, RiskKeeper, read
 from ds_hilore.runtime.sampling import SAMPLED, Sampler
 from ds_hilore.runtime.trial import Trial
 from ds_hilore.runtime.watch import PeakWatch
@@ -46,6 +47,7 @@ class Learning:
         prize: what there is to win on this rank, once the first plan is made.
         learnt: told of the measurements once they are complete.
         risk: this rank's account of gradient error.
+        exposed: coefficients of the newest microbatch, where compression is allowed and a loss told them.
     """
 
     def __init__(self, parts: ControllerParts, context: RecoveryContext) -> None:
@@ -58,6 +60,7 @@ class Learning:
         self.learnt: Callable[[Measurements], object] = lambda measurements: None
         self.baseline = BaselineMeter(parts.meter)
         self.risk = RiskKeeper(parts.risk)
+        self.exposed: Exposed | None = None
         self._parts = parts
         self._context = context
         self._watch = PeakWatch(parts.meter, parts.planner)
@@ -170,7 +173,7 @@ class Learning:
         """The second problem: what the prepared plan becomes, now that memory and coefficients are known."""
         level, row = self._watch.level_bytes(), batch.prepared
         told = self.risk.rules.limit > 0 and batch.coefficients
-        exposed = read(batch.coefficients, batch.alive()) if told else None
+        exposed = self.exposed = read(batch.coefficients, batch.alive()) if told else None
         if row is None or batch.shape is None:
             if exposed is not None:
                 self.risk.observe(exposed)
@@ -240,6 +243,25 @@ class Learning:
             self._parts.planner.replan()
             _log.info("hilore (rank %d): %s", self._parts.rank, verdict)
         self.learnt(self.measurements)
+
+    def use_calibration(self, calibration: Calibration) -> None:
+        """Compressed variants become part of plans, at the risk that was measured; a trial shows whether they pay."""
+        places = {unit: position for position, (unit, _) in enumerate(self.measurements.roster)}
+        class_of = dict(self.measurements.roster)
+
+        def risk(unit: UnitId, treatment: Treatment) -> float | None:
+            codecs = self.measurements.classes[class_of[unit]].parts.codecs
+            errors = {pair: codecs[pair].error for pair in treatment.codecs}
+            return calibration.risk(places[unit], len(places), errors)
+
+        self.measurements.risk = risk
+        self.measurements.outdate()
+        self.risk.freeze(calibration.exposures())
+        if self.settled:
+            self._parts.planner.replan()
+            if self._parts.trial_microbatches and self.in_flight <= 1:
+                self._trial = Trial(self._parts.clock, self.measurements, self._parts.trial_microbatches)
+                self.stage = Stage.TRIAL
 
     def disturbed(self) -> None:
         """Something else than the stage's own runs now: what is being measured tells nothing."""

@@ -27,7 +27,7 @@ HERE = "tests.integration.test_budget_kept"
 LARGEST = (8, 160)
 UPDATES = 50
 #: Of a budget: by how much the level of one and the same process state wanders (pages of the heap that are used again).
-NOISE = 0.01
+NOISE = 0.0
 #: Part of what storing everything adds to all-R's peak at the largest shape, by rank.
 HEADROOM = (0.3, 0.8)
 

@@ -68,7 +68,7 @@ def test_kept_outputs_are_held_and_accounted() -> None:
 
         def look(model: nn.Module, seen: list[int] = seen) -> Tensor:
             loss = _loss(model)
-            seen.append(sum(host.calls[0].input_storages().values()))
+            seen.append(sum(host.calls[0].held_storages().values()))
             return loss
 
         host.gradients(look, (plan,))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ds_hilore.core.treatment import Treatment
+from ds_hilore.core.treatment import STORED, Treatment
 from ds_hilore.core.types import Action, Shape, UnitId
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall
 from ds_hilore.runtime.microbatch import footprints
+from ds_hilore.runtime.sampling import SAMPLED
 
 ROWS, TOKENS, WIDTH = 2, 8, 16
 FLOAT = 4
@@ -74,3 +75,21 @@ def test_bytes_of_all_stored_units_count_every_storage_once() -> None:
 
 def test_no_calls() -> None:
     assert footprints([]) == []
+
+
+def test_kept_outputs_of_a_sample_are_no_inputs() -> None:
+    """A sampled unit is stored and keeps attention's outputs: they are state, or every plan would count them twice."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 8, 4, requires_grad=True)
+
+    def attend(x: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    found = []
+    for treatment in (STORED, SAMPLED):
+        call = UnitCall(RecoveryContext(), UnitId("unit"), "Unit", treatment, UnitInputs.capture(attend, (x,), {}))
+        output = call.run(attend, (x,), {})
+        (footprint,) = footprints([call])
+        found.append((footprint.input_bytes, footprint.stored_bytes))
+        output.sum().backward()
+    assert found[0] == found[1]

@@ -1,0 +1,198 @@
+"""A calibration as JSON: to be stored with the profile, and to go on from.
+
+Every number, text and list has a bound; what is not a finite number is stored as null, and disables its place again
+when it is read. `StoredCalibration` can be a field of a larger layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ds_hilore.core.types import UnitId
+from ds_hilore.profiling.calibrate import Calibration, Coherence, Cost, Judgement, Observation, Place
+
+LARGEST = 1e18  # what is larger is no measurement
+
+Name = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
+Text = Annotated[str, Field(max_length=512)]
+Count = Annotated[int, Field(ge=0, le=1 << 60)]
+Amount = Annotated[float, Field(ge=0, le=LARGEST)]
+Square = Annotated[float, Field(ge=0, le=LARGEST**2)]
+
+
+class Strict(BaseModel):
+    """No unknown keys, no conversion of types, no NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class StoredVisit(Strict):
+    """One place and one of its units."""
+
+    group: Name
+    codec: Name
+    depth: Annotated[int, Field(ge=0, le=63)]
+    unit: Text
+    call: Count
+
+    @property
+    def place(self) -> Place:
+        return Place(self.group, self.codec, self.depth)
+
+    @property
+    def unit_id(self) -> UnitId:
+        return UnitId(self.unit, self.call)
+
+
+class StoredObservation(StoredVisit):
+    microbatch: Count
+    exposure: Amount | None
+    encoding_error: Amount | None
+    gradient_error: Amount | None
+
+    def read(self) -> Observation:
+        values = (self.exposure, self.encoding_error, self.gradient_error)
+        return Observation(self.place, self.unit_id, self.microbatch, *(_read(value) for value in values))
+
+
+class StoredAsked(StoredVisit):
+    times: Annotated[int, Field(ge=1, le=1 << 60)]
+
+
+class StoredJudgement(Strict):
+    unit: Text
+    call: Count
+    microbatch: Count
+    predicted: Amount | None
+    measured: Amount | None
+
+
+class StoredCost(Strict):
+    seconds: Amount
+    passes: Count
+    slowest: Amount
+    update_seconds: Amount | None
+
+
+class StoredCoherence(Strict):
+    """Sums of audits that faded."""
+
+    measured: Square
+    predicted: Square
+    weight: Annotated[float, Field(ge=0, le=Coherence.MEMORY * 1.001)]
+
+    @model_validator(mode="after")
+    def _weighed(self) -> StoredCoherence:
+        if (self.predicted > 0) != (self.weight > 0):
+            raise ValueError("audits and their weight do not belong together")
+        return self
+
+
+class StoredCalibration(Strict):
+    """A whole calibration. `format`: version of this layout."""
+
+    format: Literal[1]
+    bands: Annotated[int, Field(ge=1, le=64)]
+    cost: StoredCost
+    audits: StoredCoherence
+    observations: Annotated[list[StoredObservation], Field(max_length=1 << 14)]
+    judgements: Annotated[list[StoredJudgement], Field(max_length=1 << 14)]
+    asked: Annotated[list[StoredAsked], Field(max_length=1 << 14)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StoredCalibration:
+        if any(visit.depth >= self.bands for visit in (*self.observations, *self.asked)):
+            raise ValueError("a place is deeper than there are bands")
+        if len({(visit.place, visit.unit_id) for visit in self.asked}) != len(self.asked):
+            raise ValueError("a unit of a place is listed twice")
+        if {seen.microbatch for seen in self.observations} & {judged.microbatch for judged in self.judgements}:
+            raise ValueError("a microbatch has both fitted and judged")
+        return self
+
+    @classmethod
+    def of(cls, calibration: Calibration) -> StoredCalibration:
+        """What was learnt, as it is stored."""
+        cost, audits = calibration.cost, calibration.audits
+        return cls(
+            format=1,
+            bands=calibration.bands,
+            cost=StoredCost(
+                seconds=cost.seconds, passes=cost.passes, slowest=cost.slowest, update_seconds=cost.update_seconds
+            ),
+            audits=StoredCoherence(measured=audits.measured, predicted=audits.predicted, weight=audits.weight),
+            observations=[_stored_observation(seen) for seen in calibration.observations],
+            judgements=[_stored_judgement(judged) for judged in calibration.judgements],
+            asked=[
+                StoredAsked(**_visit(place, unit), times=times) for (place, unit), times in calibration.asked.items()
+            ],
+        )
+
+    def read(self) -> Calibration:
+        """A calibration that goes on where this one was stored."""
+        return Calibration(
+            bands=self.bands,
+            cost=Cost(**self.cost.model_dump()),
+            audits=Coherence(**self.audits.model_dump()),
+            observations=[seen.read() for seen in self.observations],
+            judgements=[
+                Judgement(UnitId(each.unit, each.call), each.microbatch, _read(each.predicted), _read(each.measured))
+                for each in self.judgements
+            ],
+            asked=Counter({(visit.place, visit.unit_id): visit.times for visit in self.asked}),
+        )
+
+
+def as_dict(calibration: Calibration) -> dict[str, Any]:
+    """The calibration in what JSON knows."""
+    return StoredCalibration.of(calibration).model_dump(mode="json")
+
+
+def from_dict(stored: dict[str, Any]) -> Calibration:
+    """The calibration that `as_dict` gave.
+
+    Raises:
+        pydantic.ValidationError: the dictionary is damaged, of another version, or contradicts itself.
+    """
+    return StoredCalibration.model_validate(stored).read()
+
+
+def _visit(place: Place, unit: UnitId) -> dict[str, Any]:
+    return {
+        "group": place.group,
+        "codec": place.codec,
+        "depth": place.depth,
+        "unit": unit.name,
+        "call": unit.call,
+    }
+
+
+def _stored_observation(seen: Observation) -> StoredObservation:
+    return StoredObservation(
+        **_visit(seen.place, seen.unit),
+        microbatch=seen.microbatch,
+        exposure=_stored(seen.exposure),
+        encoding_error=_stored(seen.encoding_error),
+        gradient_error=_stored(seen.gradient_error),
+    )
+
+
+def _stored_judgement(judged: Judgement) -> StoredJudgement:
+    return StoredJudgement(
+        unit=judged.unit.name,
+        call=judged.unit.call,
+        microbatch=judged.microbatch,
+        predicted=_stored(judged.predicted),
+        measured=_stored(judged.measured),
+    )
+
+
+def _stored(value: float) -> float | None:
+    return float(value) if value <= LARGEST else None  # no number is not <= anything
+
+
+def _read(value: float | None) -> float:
+    return math.nan if value is None else value
