@@ -17,7 +17,7 @@ K3  All of it takes no longer than `Cost.MOST_UPDATES` updates. A pass that was 
 K4  Slopes are judged by regression.py. A place that cannot be told from zero borrows the slope of all depths; one that
     contradicts itself or overflowed is disabled, and says why.
 K5  Microbatches that judge predictions never fitted them.
-K6  Audits correct all slopes by one factor, the coherence. `risk` does not contain it: who sets the budget divides by it.
+K6  Audits correct all slopes by one factor, the coherence. `risk` does not contain it: the budget is divided by it.
 
 Exposures and errors may be in any unit, the same throughout: kappa scales along.
 """
@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import UnitId
+from ds_hilore.profiling.coherence import Coherence
 from ds_hilore.profiling.regression import Fit, Point, Verdict, spearman, through_origin
 
 #: Slopes that take part in that of all depths.
@@ -175,43 +176,6 @@ class Cost:
         each = self.slowest if self.passes else self.update_seconds
         left = self.MOST_UPDATES * self.update_seconds - self.seconds
         return math.inf if each == 0 else max(0.0, left / each)
-
-
-@dataclass
-class Coherence:
-    """Measured error of whole updates against the root of the sum of the predicted squares; 1: units' errors are
-    orthogonal and every kappa is right.
-
-    Sums of squares, the past fading, with `PRIOR` audits that measured just what was predicted: an audit counts by what
-    it predicted, and no run of audits moves the factor below sqrt(PRIOR / (MEMORY + PRIOR)), a quarter.
-    """
-
-    MEMORY = 16.0
-    PRIOR = 1.0
-
-    measured: float = 0.0
-    predicted: float = 0.0
-    weight: float = 0.0
-
-    def note(self, predicted: float, measured: float) -> None:
-        """One audit. What is not finite, or predicted no error at all, teaches nothing.
-
-        Args:
-            predicted: by `Calibration.risk` alone, this factor not applied (K6). Relative, as `measured`.
-        """
-        if not (0 < predicted < math.inf and 0 <= measured < math.inf):
-            return
-        kept = 1 - 1 / self.MEMORY
-        self.measured = kept * self.measured + measured * measured
-        self.predicted = kept * self.predicted + predicted * predicted
-        self.weight = kept * self.weight + 1
-
-    @property
-    def factor(self) -> float:
-        if self.predicted == 0:
-            return 1.0
-        prior = self.PRIOR * self.predicted / self.weight
-        return math.sqrt((self.measured + prior) / (self.predicted + prior))
 
 
 @dataclass

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ds_hilore.core.types import UnitId
-from ds_hilore.profiling.calibrate import Calibration, Coherence, Cost, Judgement, Observation, Place
+from ds_hilore.profiling.calibrate import Calibration, Cost, Judgement, Observation, Place
+from ds_hilore.profiling.coherence import Coherence
 
 LARGEST = 1e18  # what is larger is no measurement
 
@@ -21,7 +22,7 @@ Name = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
 Text = Annotated[str, Field(max_length=512)]
 Count = Annotated[int, Field(ge=0, le=1 << 60)]
 Amount = Annotated[float, Field(ge=0, le=LARGEST)]
-Square = Annotated[float, Field(ge=0, le=LARGEST**2)]
+Square = Annotated[float, Field(ge=0, le=Coherence.MEMORY * LARGEST**2 * 1.001)]
 
 
 class Strict(BaseModel):
