@@ -158,13 +158,14 @@ def test_weights_are_rounded_up() -> None:
 
 def test_ties_go_to_the_smaller_risk() -> None:
     for risks in itertools.permutations((0.003, 0.002, 0.0020001)):
-        problem = captured(*[(compressed(10, 0.1, risk=risk),) for risk in risks], budget=1000, risk_budget=0.0045)
+        problem = captured(*[(compressed(10, 0.1, risk=risk),) for risk in risks], budget=1000, risk_budget=0.0055)
         plan = decide_plan(problem)
         # one interval tells 0.002 from 0.003 but not from 0.0020001; all of them save the same
         assert plan.count(Action.COMPRESS) == 2
         assert plan.risk == pytest.approx(0.0040001, rel=1e-9)
-    single = captured(*[(compressed(10, 0.1, risk=risk),) for risk in (0.0020001, 0.002)], budget=10, risk_budget=0.003)
-    assert decide_plan(single).risk == 0.002
+    for risks in ((0.0020001, 0.002), (0.002, 0.0020001)):
+        single = captured(*[(compressed(10, 0.1, risk=risk),) for risk in risks], budget=10, risk_budget=0.003)
+        assert decide_plan(single).risk == 0.002
 
 
 def test_equal_seconds_in_any_order_are_a_tie() -> None:
