@@ -1,6 +1,7 @@
-"""The two processes behind `benchmarks.update_step`: one takes peaks, the other takes times.
+"""The processes behind `benchmarks.update_step`: they take times of replays, peaks, and times.
 
-    python -m benchmarks.measure peaks SPEC OUT     started with the malloc variables of design fact 20
+    python -m benchmarks.measure replays SPEC OUT   what selective policies save; started without malloc variables
+    python -m benchmarks.measure peaks SPEC OUT     started with those of design fact 20; reads what `replays` found
     python -m benchmarks.measure times SPEC OUT     started without them; reads what `peaks` found
 
 Those variables make physical peaks on CPU mean something and slow memory-heavy methods down.
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from rich.progress import track
 from benchmarks.bench import Bench, relative_error
 from benchmarks.methods import HILORE_FORCED, NONE, PLAIN_METHODS, TORCH, TUNED_METHODS, plainest, planned_mode
 from benchmarks.records import Case, Peak
-from benchmarks.tuning import Tuner
+from benchmarks.tuning import Tuner, policy_replays, saved_per_layer
 from ds_hilore.memory.glibc import tight_malloc
 
 #: "unlimited" is this multiple of the peak without checkpointing.
@@ -90,10 +92,17 @@ def budget_bytes(written: str, torch_bytes: int, none_bytes: int) -> int:
     raise ValueError(f'budget "{written}": write "1.10x", "phi=0.25" or "unlimited"')
 
 
-def take_peaks(spec: Spec, console: Console) -> PeakReport:
+def take_replays(spec: Spec) -> dict[str, list[float]]:
     bench = spec.bench()
     bench.learn()
-    tuner = Tuner(bench)
+    return policy_replays(bench)
+
+
+def take_peaks(spec: Spec, replays: Mapping[str, Sequence[float]], console: Console) -> PeakReport:
+    """`replays`: as `take_replays` found them; may be empty where no selective policy is to be tuned."""
+    bench = spec.bench()
+    bench.learn()
+    tuner = Tuner(bench, saved_per_layer(replays))
     none_bytes, torch_bytes = (tuner.peak(case).peak_bytes for case in (NONE, TORCH))
     cases = [NONE, TORCH]
     cases += [Case(m) for m in (*PLAIN_METHODS, *HILORE_FORCED) if m in spec.methods and Case(m) not in cases]
@@ -170,18 +179,22 @@ def read_spec(path: Path) -> Spec:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["peaks", "times"])
+    parser.add_argument("what", choices=["replays", "peaks", "times"])
     parser.add_argument("spec", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--replays", type=Path, help="for peaks: the report of replays")
     parser.add_argument("--peaks", type=Path, help="for times: the report of peaks")
     arguments = parser.parse_args()
     spec, console = read_spec(arguments.spec), Console(stderr=True)
-    report: PeakReport | TimeReport
-    if arguments.what == "peaks":
-        report = take_peaks(spec, console)
+    report: dict[str, Any]
+    if arguments.what == "replays":
+        report = take_replays(spec)
+    elif arguments.what == "peaks":
+        replays = {} if arguments.replays is None else json.loads(arguments.replays.read_text())
+        report = dataclasses.asdict(take_peaks(spec, replays, console))
     else:
-        report = take_times(spec, read_peaks(arguments.peaks), console)
-    arguments.out.write_text(json.dumps(dataclasses.asdict(report)))
+        report = dataclasses.asdict(take_times(spec, read_peaks(arguments.peaks), console))
+    arguments.out.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from benchmarks.bench import Bench
@@ -12,22 +12,37 @@ from benchmarks.methods import NONE, SELECTIVE, TORCH, kept_layers, plainest
 from benchmarks.records import Case, Peak
 from benchmarks.selective import POLICIES
 
+#: Replays of each kind, at least, that tell what a policy saves.
+REPLAYS = 24
 
-@dataclass(frozen=True)
-class PolicyCost:
-    """One selective policy: the peak with it on every layer, and the replay seconds that it saves per layer."""
 
-    peak_bytes: int
-    saved_seconds: float
+def policy_replays(bench: Bench) -> dict[str, list[float]]:
+    """Seconds of each layer's replay, by torch's checkpoint and by each selective policy.
+
+    To be taken in a process without the malloc variables of physical peaks: they slow allocations, not products.
+    """
+    return bench.replay_seconds((TORCH.method, *POLICIES), updates=math.ceil(REPLAYS / bench.layers))
+
+
+def saved_per_layer(replays: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Replay seconds that each policy saves in one layer, for those that save any."""
+    saved = {
+        policy: median(replays[TORCH.method]) - median(replays[policy]) for policy in POLICIES if policy in replays
+    }
+    return {policy: seconds for policy, seconds in saved.items() if seconds > 0}
 
 
 class Tuner:
-    """Tunes cases of one bench. No peak is measured twice."""
+    """Tunes cases of one bench. No peak is measured twice.
 
-    def __init__(self, bench: Bench) -> None:
+    Args:
+        saved_seconds: what selective policies save per layer; only these are tried.
+    """
+
+    def __init__(self, bench: Bench, saved_seconds: Mapping[str, float]) -> None:
         self._bench = bench
+        self._saved_seconds = saved_seconds
         self._peaks: dict[Case, Peak] = {}
-        self._costs: dict[str, PolicyCost] = {}
 
     def peak(self, case: Case) -> Peak:
         """The measured peak of what a case does, whatever its budget."""
@@ -45,33 +60,47 @@ class Tuner:
     def _best_policy(self, case: Case) -> Case:
         """Of the policies whose measured peak fits, the one that saves most seconds of replays.
 
-        Seconds are those of timed replays in this process. Policies are taken in the order of what they could save, and
-        one that could not beat the best found, with a layer more than its peaks let expect, is not tuned.
+        Taken in the order of what they could save; those that cannot beat the best found are not tuned. What a policy
+        could save: on the layers that its line gives, as far below its line as any peak was found yet; before any was,
+        on one layer more.
         """
         best, most_saved = case, 0.0
-        guesses = {policy: self._guess(case, cost.peak_bytes) for policy, cost in self._policy_costs().items()}
-        possible = {
-            policy: min(guess + 1, self._bench.layers) * self._policy_costs()[policy].saved_seconds
-            for policy, guess in guesses.items()
-        }
-        for policy in sorted(possible, key=possible.__getitem__, reverse=True):
+        waiting = set(self._saved_seconds)
+        slack: int | None = None
+        while waiting:
+            possible = {policy: self._possible(case, policy, slack) for policy in sorted(waiting)}
+            policy = max(possible, key=possible.__getitem__)
             if possible[policy] <= most_saved:
                 break
-            found = self._most_layers(dataclasses.replace(case, policy=policy), guesses[policy])
-            saved = len(found.kept) * self._policy_costs()[policy].saved_seconds
+            waiting.remove(policy)
+            found = self._most_layers(dataclasses.replace(case, policy=policy), self._guess(case, self._all(policy)))
+            saved = len(found.kept) * self._saved_seconds[policy]
             if saved > most_saved:
                 best, most_saved = found, saved
+            slack = max(slack or 0, self._below_line(policy))
         return best
 
-    def _policy_costs(self) -> dict[str, PolicyCost]:
-        if not self._costs:
-            every = tuple(range(self._bench.layers))
-            replays = self._bench.replay_seconds(("torch", *POLICIES), updates=1)
-            for policy in POLICIES:
-                saved = median(replays["torch"]) - median(replays[policy])  # over layers: one replay of each
-                peak = self.peak(Case(SELECTIVE, kept=every, policy=policy))
-                self._costs[policy] = PolicyCost(peak.peak_bytes, saved)
-        return self._costs
+    def _possible(self, case: Case, policy: str, slack: int | None) -> float:
+        """Seconds that a policy saves under the case's budget at best."""
+        all_bytes = self._all(policy)
+        if slack is None:
+            layers = min(self._bench.layers, self._guess(case, all_bytes) + 1)
+        else:
+            layers = self._guess(dataclasses.replace(case, budget_bytes=(case.budget_bytes or 0) + slack), all_bytes)
+        return layers * self._saved_seconds[policy]
+
+    def _below_line(self, policy: str) -> int:
+        """By how many bytes a measured peak of the policy falls short of the straight line between none and all."""
+        none_bytes, added = self.peak(TORCH).peak_bytes, self._all(policy) - self.peak(TORCH).peak_bytes
+        return max(
+            none_bytes + added * len(case.kept) // self._bench.layers - peak.peak_bytes
+            for case, peak in self._peaks.items()
+            if case.policy == policy
+        )
+
+    def _all(self, policy: str) -> int:
+        """The peak with a selective policy on every layer."""
+        return self.peak(Case(SELECTIVE, kept=tuple(range(self._bench.layers)), policy=policy)).peak_bytes
 
     def _guess(self, case: Case, all_bytes: int) -> int:
         """Layers kept where a peak that grows evenly from none kept to all kept would meet the budget."""

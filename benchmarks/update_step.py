@@ -6,8 +6,8 @@
     python -m benchmarks.update_step --preset gpu                       # Qwen2.5-3B's shape in bf16, on a GPU
 
 Methods take turns; ratios are taken within a turn and given as medians with bootstrap intervals. Times and physical
-peaks come from two processes (benchmarks/measure.py). "torch" is torch's non-reentrant checkpointing with the same loss
-code: its peak is what "1.10x" and phi refer to, its time what checkpointing costs. `best_k_layers` and
+peaks come from processes of their own (benchmarks/measure.py). "torch" is torch's non-reentrant checkpointing with the
+same loss code: its peak is what "1.10x" and phi refer to, its time what checkpointing costs. `best_k_layers` and
 `every_n_layers` keep as many layers as fit the measured peak. `torch_sac` is torch's selective checkpointing with the
 fixed policy, on as many layers as fit, that saves most replay seconds (benchmarks/tuning.py). `hilore_exact` follows
 the solved plan of the running engine. recovered: share of what checkpointing costs that is saved, by the clock;
@@ -29,7 +29,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.measure import PeakReport, Spec, TimeReport, read_peaks, read_times
-from benchmarks.methods import METHODS, NONE, TORCH
+from benchmarks.methods import METHODS, NONE, SELECTIVE, TORCH
 from benchmarks.records import Case, Record, table
 from benchmarks.statistics import Ratio
 from benchmarks.subject import PRESETS
@@ -37,13 +37,19 @@ from ds_hilore.memory.glibc import TIGHT_ENVIRONMENT
 
 
 def measure(spec: Spec) -> tuple[PeakReport, TimeReport]:
-    """Runs both processes, one after the other."""
+    """Runs the processes, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
-        spec_file, peaks, times = (Path(folder) / name for name in ("spec.json", "peaks.json", "times.json"))
+        spec_file, replays, peaks, times = (
+            Path(folder) / f"{name}.json" for name in ("spec", "replays", "peaks", "times")
+        )
         spec_file.write_text(json.dumps(dataclasses.asdict(spec)))
         ordinary = {name: value for name, value in os.environ.items() if name not in TIGHT_ENVIRONMENT}
         worker = [sys.executable, "-m", "benchmarks.measure"]
-        subprocess.run([*worker, "peaks", spec_file, peaks], check=True, env={**ordinary, **TIGHT_ENVIRONMENT})
+        known: list[str | Path] = []
+        if SELECTIVE in spec.methods:
+            subprocess.run([*worker, "replays", spec_file, replays], check=True, env=ordinary)
+            known = ["--replays", replays]
+        subprocess.run([*worker, "peaks", spec_file, peaks, *known], check=True, env={**ordinary, **TIGHT_ENVIRONMENT})
         subprocess.run([*worker, "times", spec_file, times, "--peaks", peaks], check=True, env=ordinary)
         return read_peaks(peaks), read_times(times)
 

@@ -237,16 +237,16 @@ def _controller(
     budget = config.memory_budget
     if isinstance(budget, RankBudgets):
         budget = budget.for_rank(rank, world_size)
-    planner = RankPlanner(
-        budget, config.planner.solver, SolverLimits(config.planner.time_limit_s, config.planner.relative_gap)
-    )
+    meter = peak_meter(device)
+    limits = SolverLimits(config.planner.time_limit_s, config.planner.relative_gap)
+    planner = RankPlanner(budget, config.planner.solver, limits, meter.wander_bytes)
     known = set(units.modules)
     stage3 = engine.zero_optimization_stage() == 3
     parts = ControllerParts(
         rank=rank,
         unit_names=units.names,
         planner=planner,
-        meter=peak_meter(device),
+        meter=meter,
         clock=clock_for(device),
         scale=scale,
         # Under ZeRO-3 a function that is no leaf module gathers in its replay: all ranks must replay it (fact 16).

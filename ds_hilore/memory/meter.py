@@ -16,6 +16,8 @@ from ds_hilore.core.errors import UnsupportedError
 from ds_hilore.memory.glibc import started_tight, trim
 
 _PROC = Path("/proc")
+#: Pages of a CPU process that come and go between equal updates: the interpreter's, and those of small allocations.
+WANDER_BYTES = 1 << 20
 _RESET_PEAK = "5"  # what clear_refs wants in order to set VmHWM back to VmRSS (Linux, proc(5))
 
 
@@ -23,9 +25,11 @@ class PeakMeter(ABC):
     """Level and peak of what this process holds on one device. `peak_meter` makes the right one.
 
     `exact`: peaks count what is in use, not what the allocator keeps, in the ordinary course of a run.
+    `wander_bytes`: by how much peaks of one and the same work differ.
     """
 
     exact: bool = True
+    wander_bytes: int = 0
 
     @abstractmethod
     def reset(self) -> None:
@@ -77,6 +81,7 @@ class CpuMeter(PeakMeter):
 
     def __init__(self, proc: Path = _PROC) -> None:
         self._proc = proc
+        self.wander_bytes = WANDER_BYTES
         self.exact = started_tight()
         self.peak_bytes()
         self.reset()

@@ -49,9 +49,14 @@ EXACT = 0.0
 
 
 class RankPlanner:
-    """Plans of one rank under its own budget. Greedy answers at once, the exact programme in the background."""
+    """Plans of one rank under its own budget. Greedy answers at once, the exact programme in the background.
 
-    def __init__(self, budget: MemoryBudget, solver: Solver, limits: SolverLimits) -> None:
+    Args:
+        room_bytes: what plans leave free where they can, because one and the same plan's peak wanders by as much.
+    """
+
+    def __init__(self, budget: MemoryBudget, solver: Solver, limits: SolverLimits, room_bytes: int = 0) -> None:
+        self._room = room_bytes
         self.budget = budget
         self.budget_bytes = 0
         self.infeasible: Infeasible | None = None
@@ -198,7 +203,7 @@ class RankPlanner:
 
     def _first_frontier(self, key: tuple[int, Shape], profiles: tuple[UnitProfile, ...]) -> Frontier | Plan:
         base = self._base.at(key[1])
-        problem = _problem(profiles, self.budget_bytes - self.budget_bytes // ROOM, base, self._in_flight)
+        problem = _problem(profiles, max(0, self.budget_bytes - self._room), base, self._in_flight)
         found = first_frontier(problem)
         if isinstance(found, Infeasible):
             problem = _problem(profiles, self.budget_bytes, base, self._in_flight)
@@ -230,8 +235,6 @@ class RankPlanner:
 
 #: Peaks that differ by less are the same: pages, the allocator's rounding, what the interpreter holds.
 NOISE_BYTES = 1 << 20
-#: Plans leave one part in so many of the budget free, where they can: one and the same plan's peak wanders by as much.
-ROOM = 1024
 #: Observations that a base is fitted to.
 MAX_OBSERVED = 16
 

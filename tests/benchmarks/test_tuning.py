@@ -12,7 +12,7 @@ from benchmarks.bench import Bench
 from benchmarks.methods import NONE, SELECTIVE, TORCH, kept_layers
 from benchmarks.records import Case, Peak
 from benchmarks.selective import POLICIES
-from benchmarks.tuning import Tuner
+from benchmarks.tuning import Tuner, policy_replays, saved_per_layer
 
 LAYERS = 6
 TORCH_BYTES, LAYER_BYTES = 1000, 100
@@ -42,6 +42,11 @@ class FakeBench:
         return {kind: [1.0 if kind == "torch" else SECONDS[kind]] * LAYERS for kind in kinds}
 
 
+def tuner_of(bench: FakeBench) -> Tuner:
+    usable = cast(Bench, cast(Any, bench))
+    return Tuner(usable, saved_per_layer(policy_replays(usable)))
+
+
 def seconds_saved(case: Case) -> float:
     return len(case.kept) * (1 - SECONDS[case.policy]) if case.kept else 0.0
 
@@ -49,7 +54,7 @@ def seconds_saved(case: Case) -> float:
 @pytest.mark.parametrize("limit", [900, 1000, 1010, 1030, 1100, 1240, 1333, 1500, 1700, 9000])
 def test_the_best_policy_under_the_cap_is_the_best_of_all(limit: int) -> None:
     bench = FakeBench()
-    found = Tuner(cast(Bench, cast(Any, bench))).tuned(Case(SELECTIVE, "budget", limit))
+    found = tuner_of(bench).tuned(Case(SELECTIVE, "budget", limit))
     ways = [
         Case(SELECTIVE, kept=kept, policy=policy)
         for policy, keep in product(POLICIES, range(LAYERS + 1))
@@ -64,15 +69,23 @@ def test_the_best_policy_under_the_cap_is_the_best_of_all(limit: int) -> None:
 
 @pytest.mark.parametrize("method, most", [("best_k_layers", 4), ("every_n_layers", 4)])
 def test_the_most_layers_that_fit_are_kept(method: str, most: int) -> None:
-    tuner = Tuner(cast(Bench, cast(Any, FakeBench())))
+    tuner = tuner_of(FakeBench())
     assert len(tuner.tuned(Case(method, "b", TORCH_BYTES + 3 * LAYER_BYTES)).kept) == most
 
 
 def test_no_peak_is_measured_twice() -> None:
     bench = FakeBench()
-    tuner = Tuner(cast(Bench, cast(Any, bench)))
+    tuner = tuner_of(bench)
     for limit in (1000, 1100, 1300, 1600, 9000):
         for method in ("best_k_layers", SELECTIVE):
             tuner.peak(tuner.tuned(Case(method, str(limit), limit)))
     assert len(bench.measured) == len(set(bench.measured))
     assert {NONE, TORCH} <= set(bench.measured)
+
+
+def test_policies_that_save_nothing_are_not_tried() -> None:
+    bench = FakeBench()
+    tuner_of(bench).tuned(Case(SELECTIVE, "b", 1240))
+    tried = {case.policy for case in bench.measured if case.policy}
+    assert "every_second_product" not in tried
+    assert len(tried) > 1
