@@ -60,43 +60,33 @@ class Tuner:
     def _best_policy(self, case: Case) -> Case:
         """Of the policies whose measured peak fits, the one that saves most seconds of replays.
 
-        Taken in the order of what they could save; those that cannot beat the best found are not tuned. What a policy
-        could save: on the layers that its line gives, as far below its line as any peak was found yet; before any was,
-        on one layer more.
+        A policy is not tuned where it cannot beat the best found: on a layer more than a straight line between its
+        peaks gives, or on as many as a policy that holds less could have.
         """
         best, most_saved = case, 0.0
-        waiting = set(self._saved_seconds)
-        slack: int | None = None
-        while waiting:
-            possible = {policy: self._possible(case, policy, slack) for policy in sorted(waiting)}
-            policy = max(possible, key=possible.__getitem__)
-            if possible[policy] <= most_saved:
-                break
-            waiting.remove(policy)
-            found = self._most_layers(dataclasses.replace(case, policy=policy), self._guess(case, self._all(policy)))
-            saved = len(found.kept) * self._saved_seconds[policy]
-            if saved > most_saved:
-                best, most_saved = found, saved
-            slack = max(slack or 0, self._below_line(policy))
+        fitting: dict[int, int] = {}  # layers found to fit, by the peak with the policy on every layer
+        for policy in self._in_order(case):
+            saved_seconds, all_bytes = self._saved_seconds[policy], self._all(policy)
+            guess = self._guess(case, all_bytes)
+            less = [layers for peak_bytes, layers in fitting.items() if peak_bytes <= all_bytes]
+            most_layers = min([guess + 1, self._bench.layers, *less])
+            if most_layers * saved_seconds <= most_saved:
+                continue
+            found = self._most_layers(dataclasses.replace(case, policy=policy), guess)
+            fitting[all_bytes] = len(found.kept)
+            if len(found.kept) * saved_seconds > most_saved:
+                best, most_saved = found, len(found.kept) * saved_seconds
         return best
 
-    def _possible(self, case: Case, policy: str, slack: int | None) -> float:
-        """Seconds that a policy saves under the case's budget at best."""
-        all_bytes = self._all(policy)
-        if slack is None:
-            layers = min(self._bench.layers, self._guess(case, all_bytes) + 1)
-        else:
-            layers = self._guess(dataclasses.replace(case, budget_bytes=(case.budget_bytes or 0) + slack), all_bytes)
-        return layers * self._saved_seconds[policy]
+    def _in_order(self, case: Case) -> list[str]:
+        """First what is likely to save most; then, smallest first, policies that hardly fit on a layer."""
 
-    def _below_line(self, policy: str) -> int:
-        """By how many bytes a measured peak of the policy falls short of the straight line between none and all."""
-        none_bytes, added = self.peak(TORCH).peak_bytes, self._all(policy) - self.peak(TORCH).peak_bytes
-        return max(
-            none_bytes + added * len(case.kept) // self._bench.layers - peak.peak_bytes
-            for case, peak in self._peaks.items()
-            if case.policy == policy
-        )
+        def key(policy: str) -> tuple[bool, float]:
+            all_bytes = self._all(policy)
+            guess = self._guess(case, all_bytes)
+            return guess == 0, -guess * self._saved_seconds[policy] if guess else all_bytes
+
+        return sorted(self._saved_seconds, key=key)
 
     def _all(self, policy: str) -> int:
         """The peak with a selective policy on every layer."""
