@@ -127,7 +127,7 @@ def through_origin(points: Iterable[Point]) -> Fit:
 def _unusable(points: Sequence[Point], verdict: Verdict, reason: str) -> Fit:
     return Fit(
         count=len(points),
-        microbatches=len({point.microbatch for point in points if point.x > 0}),
+        microbatches=len({point.microbatch for point in points if 0 < point.x < math.inf}),
         verdict=verdict,
         reason=reason,
     )
@@ -177,10 +177,11 @@ def _judged(slope: _Slope, count: int) -> Fit:
 
 
 def student(degrees: int) -> float:
-    """Student's t for a 95 % interval, to one part in a thousand.
+    """Student's t for a 95 % interval, within 0.15 %.
 
     Exact for one and two degrees of freedom; beyond, the normal quantile with the correction for small samples in
-    powers of 1 / degrees (Fisher and Cornish's expansion; Abramowitz and Stegun 26.7.5).
+    powers of 1 / degrees (Fisher and Cornish's expansion; Abramowitz and Stegun 26.7.5), which is 0.12 % too low at
+    three and closer after.
 
     Raises:
         UsageError: there are no degrees of freedom.

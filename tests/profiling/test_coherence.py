@@ -44,10 +44,14 @@ def test_unit_of_errors_does_not_matter(audits: list[tuple[float, float]], scale
 
 
 def test_the_past_fades() -> None:
-    worse = after(*[(0.01, 0.01)] * 40, *[(0.01, 0.02)] * 8)
-    better = after(*[(0.01, 0.02)] * 8, *[(0.01, 0.01)] * 40)
-    assert worse > 1.5
-    assert better < 1.2
+    """An audit's square counts 15/16 of what it did after each later one."""
+    low, high = (0.01, 0.01), (0.01, 0.02)
+    for audits in ([low] * 40 + [high] * 8, [high] * 8 + [low] * 40):
+        weights = [(15 / 16) ** age for age in reversed(range(len(audits)))]
+        squares = sum(weight * (m / p) ** 2 for weight, (p, m) in zip(weights, audits))
+        assert after(*audits) == pytest.approx(math.sqrt((squares + 1) / (sum(weights) + 1)))
+    assert after(*[high] * 8, *[low] * 40) < 1.1
+    assert after(*[low] * 40, *[high] * 8) > 1.4
 
 
 @given(st.integers(1, 300))
