@@ -172,6 +172,17 @@ def test_places_that_did_not_fit_are_next() -> None:
         assert len(set(turns[start : start + 6])) == 6
 
 
+def test_passes_never_timed_count_as_whole_updates() -> None:
+    """36 places at once would take longer than 30 updates before the first pass was timed."""
+    calibration = Calibration(cost=Cost(update_seconds=2.0))
+    many = {"dense": [(f"group{k}", "bf16") for k in range(12)]}
+    assert len(Calibration().interventions(0, roster(9), many)) == 36
+    assert len(calibration.interventions(0, roster(9), many)) == 29
+    calibration.cost.note(30.0, 30)  # half an update each: room for 30 more, one of them exact
+    assert len(calibration.interventions(1, roster(9), many)) == 29
+    assert len(set(calibration.places)) == 36
+
+
 def test_no_room_for_one_intervention_and_its_exact_gradient_is_over() -> None:
     calibration = Calibration(cost=Cost(seconds=28.5, passes=30, slowest=1.0, update_seconds=1.0))
     assert calibration.interventions(0, roster(3), CODECS) == []
@@ -265,12 +276,8 @@ def test_a_bad_place_is_disabled_and_named_and_its_neighbours_are_not(
     borrowed = calibration.used(Place(*MLP, 2))
     assert borrowed.pooled and borrowed.kappa == pytest.approx(2.0)
     assert any(
-        "not compressed: mlp=int8:64 at depth 1" in line and used.fit.reason in line for line in lines_of(calibration)
+        "not compressed: mlp=int8:64 at depth 1" in line and used.fit.reason in line for line in calibration.lines()
     )
-
-
-def lines_of(calibration: Calibration) -> list[str]:
-    return calibration.lines(1.0)
 
 
 def test_an_encoding_error_that_is_not_finite_is_not_used() -> None:
@@ -302,7 +309,7 @@ def test_too_few_observations_borrow_from_all_depths_but_not_less_than_the_steep
     assert middle.fit.count == 9 and middle.fit.microbatches == 4
     assert 2.0 < middle.kappa < 6.0 <= middle.kappa_upper
     assert not calibration.used(Place(*MLP, 0)).pooled and not calibration.used(Place(*MLP, 2)).pooled
-    assert "judged together" in lines_of(calibration)[1] and "depth 1" in lines_of(calibration)[1]
+    assert "judged together" in calibration.lines()[1] and "depth 1" in calibration.lines()[1]
 
 
 def test_a_pool_of_too_little_disables() -> None:
@@ -343,16 +350,16 @@ def test_agreement_over_units_and_over_microbatches() -> None:
     assert found.units == pytest.approx(1.0) and found.microbatches == pytest.approx(-1.0) and found.count == 9
     calibration.note_judged(UnitId("u0"), 0, math.nan, 1.0)
     assert calibration.agreement() == found
-    assert "Spearman 1.00 over units, -1.00 over microbatches" in lines_of(calibration)[-1]
+    assert "Spearman 1.00 over units, -1.00 over microbatches" in calibration.lines()[-1]
 
 
 def test_agreement_of_too_little_is_unknown() -> None:
     calibration = Calibration()
     assert calibration.agreement().units is None and calibration.agreement().count == 0
-    assert len(lines_of(calibration)) == 1
+    assert len(calibration.lines()) == 1
     calibration.note_judged(UnitId("u"), 0, 1.0, 1.0)
     assert calibration.agreement().units is calibration.agreement().microbatches is None
-    assert "unknown" in lines_of(calibration)[-1]
+    assert "unknown" in calibration.lines()[-1]
 
 
 def test_audits_move_the_coherence_and_not_the_risk() -> None:
