@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,10 +13,19 @@ import torch
 from torch import Tensor
 
 import ds_hilore
-from benchmarks.methods import TORCH, actions, applied, layer_count, planned_mode, torch_checkpoint
+from benchmarks.methods import (
+    HILORE_REPLAYS,
+    TORCH,
+    actions,
+    applied,
+    layer_count,
+    letter,
+    planned_mode,
+    torch_checkpoint,
+)
 from benchmarks.records import Case, Peak
 from benchmarks.selective import selective_checkpoint
-from benchmarks.subject import PRESETS, Batch, engine_for, policy
+from benchmarks.subject import Batch, engine_for, policy, sized
 from ds_hilore.memory.meter import peak_meter
 from ds_hilore.objective.grpo import GRPOLossConfig
 from ds_hilore.runtime.parts import Stage
@@ -31,8 +39,16 @@ SOLVED_S = 60.0
 class Bench:
     """Runs updates of one preset. The run has learnt its units' costs once `learn` returns."""
 
-    def __init__(self, preset: str, full_finetuning: bool, loss: str, model: Path | None, layers: int | None) -> None:
-        size = PRESETS[preset] if layers is None else dataclasses.replace(PRESETS[preset], layers=layers)
+    def __init__(
+        self,
+        preset: str,
+        full_finetuning: bool,
+        loss: str,
+        model: Path | None,
+        layers: int | None,
+        rows: int | None = None,
+    ) -> None:
+        size = sized(preset, layers, rows)
         if model is None and size.shape is None:
             model = packaged_model(default_cache_dir())
             convert_packaged_model(model)
@@ -97,16 +113,16 @@ class Bench:
         )
 
     def actions(self, case: Case) -> str:
-        """One letter per layer, of the last update: H kept, S kept in part, R replayed."""
+        """One letter per layer, of the last update: S kept in part by a selective policy, others as `letter` has it."""
         if case.method.startswith("hilore"):
-            return "".join(action.letter for action in self.engine.hilore.microbatch.ran.values())
+            return "".join(letter(treatment) for treatment in self.engine.hilore.microbatch.treated.values())
         return actions(case, self.layers)
 
     def replay_seconds(self, kinds: Sequence[str], updates: int) -> dict[str, list[float]]:
         """Median seconds of each layer's replay over some updates, by kind of replay; kinds take turns.
 
         Args:
-            kinds: "torch", as its checkpoint replays; "hilore", as we do, without dead work; or a selective policy.
+            kinds: "torch", as its checkpoint replays; one of `HILORE_REPLAYS`, without dead work; a selective policy.
         """
         replays = {kind: _Replays(self.layers) for kind in kinds}
         for _ in range(updates):
@@ -117,7 +133,7 @@ class Bench:
 
     def _timed_replays(self, kind: str, found: _Replays) -> None:
         """One update in which all layers are replayed."""
-        if kind != "hilore":
+        if kind not in HILORE_REPLAYS:
             function = torch_checkpoint if kind == TORCH.method else selective_checkpoint(kind)
             with self.engine.hilore.host_checkpointing(partial(found.checkpoint, function)):
                 self.update(None)
@@ -126,7 +142,7 @@ class Bench:
         original = dead_work.replay
         dead_work.replay = partial(found.replay, original)
         try:
-            self.update(Case("hilore_all_R"))
+            self.update(Case(HILORE_REPLAYS[kind]))
         finally:
             dead_work.replay = original
 

@@ -23,7 +23,16 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.bench import Bench, relative_error
-from benchmarks.methods import HILORE_FORCED, NONE, PLAIN_METHODS, TORCH, TUNED_METHODS, plainest, planned_mode
+from benchmarks.methods import (
+    HILORE_FORCED,
+    HILORE_REPLAYS,
+    NONE,
+    PLAIN_METHODS,
+    TORCH,
+    TUNED_METHODS,
+    plainest,
+    planned_mode,
+)
 from benchmarks.records import Case, Peak
 from benchmarks.tuning import Tuner, policy_replays, saved_per_layer
 from ds_hilore.memory.glibc import tight_malloc
@@ -41,6 +50,7 @@ class Spec:
     loss: str
     model: str | None
     layers: int | None
+    rows: int | None
     threads: int
     methods: tuple[str, ...]
     budgets: tuple[str, ...]
@@ -49,7 +59,7 @@ class Spec:
     def bench(self) -> Bench:
         torch.set_num_threads(self.threads)
         path = None if self.model is None else Path(self.model)
-        return Bench(self.preset, self.full_finetuning, self.loss, path, self.layers)
+        return Bench(self.preset, self.full_finetuning, self.loss, path, self.layers, self.rows)
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,8 @@ def take_peaks(spec: Spec, replays: Mapping[str, Sequence[float]], console: Cons
     """`replays`: as `take_replays` found them; may be empty where no selective policy is to be tuned."""
     bench = spec.bench()
     bench.learn()
+    for method in (NONE.method, *HILORE_FORCED, TORCH.method):  # small allocations find their places
+        bench.update(Case(method))
     tuner = Tuner(bench, saved_per_layer(replays))
     none_bytes, torch_bytes = (tuner.peak(case).peak_bytes for case in (NONE, TORCH))
     cases = [NONE, TORCH]
@@ -138,7 +150,7 @@ def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
         first = turn % len(cases)
         for case in cases[first:] + cases[:first]:
             seconds[case.key].append(bench.update(case))
-    replays = bench.replay_seconds(("torch", "hilore", *policies), max(3, spec.turns // 4))
+    replays = bench.replay_seconds(("torch", *HILORE_REPLAYS, *policies), max(3, spec.turns // 4))
     for key, other in same.items():
         seconds[key], errors[key], plans[key] = seconds[other], errors[other], plans[other]
     return TimeReport(seconds, errors, plans, replays)

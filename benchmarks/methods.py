@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.records import Case
 from benchmarks.selective import selective_checkpoint
 from ds_hilore.core.config import Mode
+from ds_hilore.core.treatment import REPLAYED, STORED, Treatment
 from ds_hilore.core.types import Action
 
 torch_checkpoint = partial(checkpoint, use_reentrant=False)
@@ -27,7 +28,11 @@ SELECTIVE = "torch_sac"
 PLAIN_METHODS = (NONE.method, TORCH.method, "deepspeed")
 #: Alternatives that keep as much as the budget allows, and are tuned to it.
 TUNED_METHODS = ("every_n_layers", "best_k_layers", SELECTIVE)
-HILORE_FORCED: Mapping[str, Action] = MappingProxyType({"hilore_all_R": Action.RECOMPUTE, "hilore_all_H": Action.STORE})
+HILORE_FORCED: Mapping[str, Treatment] = MappingProxyType(
+    {"hilore_all_R": REPLAYED, "hilore_all_A": Treatment.parse("R:attention"), "hilore_all_H": STORED}
+)
+#: Our kinds of replay, and the method in which every layer is replayed so.
+HILORE_REPLAYS: Mapping[str, str] = MappingProxyType({"hilore": "hilore_all_R", "hilore_attention": "hilore_all_A"})
 #: Methods that follow the engine's own plan, and the mode in which it plans.
 HILORE_PLANNED: Mapping[str, Mode] = MappingProxyType({"hilore_exact": Mode.EXACT})
 METHODS = (*PLAIN_METHODS, *TUNED_METHODS, *HILORE_FORCED, *HILORE_PLANNED)
@@ -36,6 +41,11 @@ METHODS = (*PLAIN_METHODS, *TUNED_METHODS, *HILORE_FORCED, *HILORE_PLANNED)
 def planned_mode(method: str) -> Mode | None:
     """The mode in which the engine plans for a method; None where it does not. A suffix ("+...") changes no mode."""
     return HILORE_PLANNED.get(method.partition("+")[0])
+
+
+def letter(treatment: Treatment) -> str:
+    """H kept, L compressed, R replayed, A replayed but for the attention kernel, whose outputs are kept."""
+    return "A" if treatment.keeps and treatment.action is Action.RECOMPUTE else treatment.action.letter
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,12 @@ PRESETS = {
         None, rows=4, row_tokens=1024, turns=10, budgets=("1.10x", "1.20x"), dtype=torch.bfloat16, shape=QWEN_3B
     ),
 }
+
+
+def sized(preset: str, layers: int | None, rows: int | None) -> Preset:
+    """The preset with other numbers of layers and of sequences a microbatch; None leaves one as it is."""
+    given = {"layers": layers, "rows": rows}
+    return replace(PRESETS[preset], **{name: count for name, count in given.items() if count is not None})
 
 
 class Policy(nn.Module):

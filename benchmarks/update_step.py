@@ -32,7 +32,7 @@ from benchmarks.measure import PeakReport, Spec, TimeReport, read_peaks, read_ti
 from benchmarks.methods import METHODS, NONE, SELECTIVE, TORCH
 from benchmarks.records import Case, Record, table
 from benchmarks.statistics import Ratio
-from benchmarks.subject import PRESETS
+from benchmarks.subject import PRESETS, sized
 from ds_hilore.memory.glibc import TIGHT_ENVIRONMENT
 
 
@@ -96,7 +96,8 @@ def counted_share(case: Case, times: TimeReport) -> float | None:
     """
     if case.method == "deepspeed":
         return None
-    kinds = {"R": "hilore" if case.method.startswith("hilore") else "torch", "S": case.policy}
+    ours = case.method.startswith("hilore")
+    kinds = {"R": "hilore", "A": "hilore_attention"} if ours else {"R": "torch", "S": case.policy}
     spent = sum(
         times.replay_seconds[kinds[letter]][layer]
         for layer, letter in enumerate(times.plans[case.key])
@@ -116,13 +117,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--model", type=Path, help="a local transformers model; default: SmolLM2-135M from its package")
     parser.add_argument("--layers", type=int, help="only the first layers of the model")
+    parser.add_argument("--rows", type=int, help="sequences per microbatch")
     parser.add_argument("--json", type=Path, help="write the records there")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    preset = PRESETS[arguments.preset]
+    preset = sized(arguments.preset, arguments.layers, arguments.rows)
     methods = METHODS if arguments.methods is None else tuple(arguments.methods.split(","))
     unknown = sorted(set(methods) - set(METHODS))
     if unknown:
@@ -133,6 +135,7 @@ def main() -> None:
         arguments.loss,
         None if arguments.model is None else str(arguments.model),
         arguments.layers,
+        arguments.rows,
         arguments.threads,
         methods,
         preset.budgets if arguments.budgets is None else tuple(arguments.budgets.split(",")),

@@ -288,7 +288,7 @@ class HiLoReConfig(Block):
     @classmethod
     def _name_codecs(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not value:
-            raise ValueError('at least one is needed; for exact actions only leave max_gradient_error at 0')
+            raise ValueError("at least one is needed; for exact actions only leave max_gradient_error at 0")
         if len(set(value)) != len(value):
             raise ValueError("a codec is listed twice; name each once")
         return value

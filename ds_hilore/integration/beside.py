@@ -9,7 +9,7 @@ backward are not touched; all ranks do it in step, since under ZeRO-3 parameters
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.surroundings import Surroundings
 from ds_hilore.recovery.unit import UnitCall, inside_unit
 from ds_hilore.runtime.controller import Controller
+from ds_hilore.runtime.current import beside
 
 
 @dataclass
@@ -100,7 +101,11 @@ def gradients_of(
     chosen = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     units = _Units(controller, treatments)
     try:
-        with recorded.surroundings.restored(), torch.enable_grad(), controller.host_checkpointing(units.run):
+        with ExitStack() as stack:
+            stack.enter_context(recorded.surroundings.restored())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(beside(controller))
+            stack.enter_context(controller.host_checkpointing(units.run))
             outputs = _outputs(engine.module(*_detached(recorded.args), **_detached(recorded.kwargs)))
         for call in units.calls:
             looked_at(call)

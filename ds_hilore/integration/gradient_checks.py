@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hilore.core.fabric import ControlPlane, sum_over_ranks
 from ds_hilore.core.treatment import Treatment
@@ -121,6 +121,7 @@ class GradientChecks:
 
     def _calibrate(self, recorded: Recorded) -> None:
         """One microbatch: the exact gradient, and one more for each intervention."""
+        started = time.perf_counter()
         wanted = self._interventions()
         # A rank with fewer of them keeps step all the same: under ZeRO-3 each pass gathers parameters.
         passes = max(self._plane.exchange("calibration passes", len(wanted)))
@@ -131,7 +132,8 @@ class GradientChecks:
             else:
                 gradients_of(self._engine, self._controller, recorded, {})
         self._calibrated += 1
-        if self._calibrated >= self._rules.microbatches:
+        self.calibration.cost.note(time.perf_counter() - started, passes + 1)
+        if self._calibrated >= self._rules.microbatches or passes == 0:
             self._finish()
 
     def _interventions(self) -> list[Intervention]:
@@ -168,7 +170,7 @@ class GradientChecks:
         learning = self._controller.learning
         learning.use_calibration(self.calibration)
         if self._plane.rank == 0:
-            for line in self.calibration.lines(self.seconds):
+            for line in self.calibration.lines():
                 _log.info("hilore: %s", line)
 
     # -- audits ----------------------------------------------------------------------------------------------------
@@ -186,12 +188,10 @@ class GradientChecks:
             return
         started = time.perf_counter()
         exact, self._exact = averaged(self._engine, self._exact), None
-        from deepspeed.utils import safe_get_full_grad
-
         square = reference = 0.0
         for name, parameter in self._engine.module.named_parameters():
             if name in exact:
-                used = safe_get_full_grad(parameter)
+                used = reduced_gradient(self._engine, parameter)
                 truth = exact[name].double()
                 reference += float(truth.square().sum())
                 square += float(((0 if used is None else used.double()) - truth).square().sum())
@@ -206,6 +206,14 @@ class GradientChecks:
             self._controller.learning.risk.correction = 1.0 / self.calibration.coherence
             if self._plane.rank == 0:
                 _log.info("hilore: audit of update %d: error %.2e, predicted %.2e", *_brief(audit))
+
+
+def reduced_gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
+    """What the optimizer will use of a parameter, whole; a collective of all ranks under ZeRO-1 and above."""
+    from deepspeed.utils import safe_get_full_grad
+
+    found: Tensor | None = safe_get_full_grad(parameter) if engine.zero_optimization_stage() else parameter.grad
+    return found
 
 
 def _brief(audit: Audit) -> tuple[int, float, float]:

@@ -41,6 +41,16 @@ def forward_of(controller: Controller) -> Iterator[None]:
         _latest.set(weakref.ref(controller))
 
 
+@contextmanager
+def beside(controller: Controller) -> Iterator[None]:
+    """Units that are called inside belong to the controller, which is told of no forward: passes beside the engine."""
+    token = _running.set(controller)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
 def running() -> Controller | None:
     """The controller whose engine's forward is running in this context."""
     return _running.get()

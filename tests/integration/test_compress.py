@@ -1,0 +1,92 @@
+"""Compression in real engines on two ranks: calibrated in the running job, held to its error by audits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ds_hilore
+from ds_hilore.core.types import Action
+from ds_hilore.objective.grpo import GRPOLossConfig
+from ds_hilore.runtime.parts import Stage
+from tests.engines import config
+from tests.integration import updates
+from tests.models import VOCAB, llama, lora
+from tests.ranks import RankPool
+
+HERE = "tests.integration.test_compress"
+LIMIT = 0.01
+ROWS, PROMPT, RESPONSE = 4, 8, 24
+LOSS = GRPOLossConfig(beta=0.04)
+
+
+def grpo(engine: Any, seed: int, scale: float = 1.0) -> Tensor:
+    """The GRPO loss of one random microbatch; `scale` multiplies its advantages."""
+    made = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (ROWS, PROMPT + RESPONSE), generator=made)
+    lengths = torch.randint(1, RESPONSE + 1, (ROWS, 1), generator=made)
+    mask = (torch.arange(RESPONSE) < lengths).float()
+    advantages = torch.randn(ROWS, generator=made) * scale
+    logits = engine(input_ids=ids).logits[:, PROMPT - 1 : -1]
+    logps = logits.log_softmax(-1).gather(-1, ids[:, PROMPT:, None])[..., 0]
+    world, accumulation = dist.get_world_size(), engine.gradient_accumulation_steps()
+    count = ROWS * RESPONSE * world * accumulation / 2
+    loss = ds_hilore.grpo_loss(
+        logps, logps.detach(), advantages, mask, count, config=LOSS, ref_logps=logps.detach() - 0.1
+    )
+    return loss * world * accumulation
+
+
+def update(engine: Any, number: int, scale: float = 1.0) -> None:
+    for k in range(engine.gradient_accumulation_steps()):
+        engine.backward(grpo(engine, 100 * number + 10 * k + dist.get_rank(), scale))
+        engine.step()
+
+
+def trained(stage: int, accumulation: int = 2, updates_run: int = 14, **block: Any) -> dict[str, Any]:
+    """Runs updates under a budget that stores half of the units; gives audits and what was done."""
+    block = {"max_gradient_error": LIMIT, "profile": {"calibration_microbatches": 2, "audit_interval": 1}} | block
+    engine = updates.hilore_engine(
+        lora(llama(layers=6, hidden=128)), config(stage, accumulation), memory_budget="1000x", **block
+    )
+    planner = engine.hilore.parts.planner
+    number = 0
+    while engine.hilore.stage is not Stage.PLANNED:
+        update(engine, number)
+        number += 1
+    # a budget in which one unit in three can be stored, whatever the level of this process is
+    shape = planner.planning_shape(engine.hilore.microbatch.shape)
+    profiles = engine.hilore.measurements.profiles(shape)
+    stored = sum(unit.variant("H").held_bytes - unit.variant("R").held_bytes for unit in profiles)
+    lean = min(p.peak_bytes for p in [planner.plan_for(shape, profiles)]) - stored
+    planner.set_budget(lean + stored // 3)
+    done: list[str] = []
+    for _ in range(updates_run):
+        update(engine, number)
+        number += 1
+        done.append("".join(t.action.letter for t in engine.hilore.microbatch.treated.values()))
+    checks = engine._hilore_host.checks
+    return {
+        "measured": [audit.measured for audit in checks.audits],
+        "predicted": [audit.predicted for audit in checks.audits],
+        "done": done,
+        "disabled": {str(place): why for place, why in checks.calibration.disabled().items()},
+        "lines": checks.calibration.lines(),
+        "limit": engine.hilore.learning.risk.rules.limit,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_updates_stay_within_the_error(ranks: RankPool, stage: int) -> None:
+    for seen in ranks.run(f"{HERE}:trained", stage=stage, timeout=240.0):
+        assert any("L" in actions for actions in seen["done"]), seen
+        compressed = [error for error in seen["measured"] if error > 1e-5]
+        assert compressed, "no audited update was compressed"
+        assert sum(compressed) / len(compressed) <= LIMIT
+        assert max(compressed) <= 2 * LIMIT
