@@ -148,12 +148,13 @@ class ProfileConfig(Block):
         'need not measure: "auto" (ds_hilore/profiles in the user\'s cache), a folder, or null for none.',
     )
     calibration_microbatches: int = Field(
-        default=4,
-        ge=1,
+        default=8,
+        ge=0,
         le=64,
         strict=True,
         description="Microbatches after which the gradient error of compressed state is known: each is differentiated "
-        "again, exactly and with one unit compressed at a time. Only where max_gradient_error is above 0.",
+        "again, exactly and with one unit compressed at a time. Only where max_gradient_error is above 0. "
+        "0: plans never compress.",
     )
     audit_interval: int = Field(
         default=200,
@@ -230,8 +231,8 @@ class HiLoReConfig(Block):
     )
     mode: Mode = Field(
         default=Mode.UPDATE_AWARE,
-        description='"update_aware": the update\'s own coefficients decide after forward; "static_risk": they are taken '
-        'to be what they were in calibration; "exact": store and recompute only.',
+        description='"update_aware": the update\'s own coefficients decide after forward; "static_risk": exposure is '
+        'taken to be what it was in calibration; "exact": store and recompute only.',
     )
     codecs: tuple[str, ...] = Field(
         default=("bf16", "int8"), description="Codecs that compression may use, where max_gradient_error is above 0."
@@ -287,16 +288,15 @@ class HiLoReConfig(Block):
     @field_validator("codecs")
     @classmethod
     def _name_codecs(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not value:
-            raise ValueError("at least one is needed; for exact actions only leave max_gradient_error at 0")
         if len(set(value)) != len(value):
             raise ValueError("a codec is listed twice; name each once")
         return value
 
     @property
     def compresses(self) -> bool:
-        """Whether plans may compress at all."""
-        return self.max_gradient_error > 0 and self.mode is not Mode.EXACT
+        """Whether plans may compress at all: it takes an allowed error, codecs, and a calibration that knows them."""
+        allowed = self.max_gradient_error > 0 and self.mode is not Mode.EXACT
+        return allowed and bool(self.codecs) and self.profile.calibration_microbatches > 0
 
     @field_validator("units", mode="before")
     @classmethod

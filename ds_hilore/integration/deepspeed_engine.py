@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_hilore.core import deps
 from ds_hilore.codecs.registry import codec_names
+from ds_hilore.core import deps
 from ds_hilore.core.config import HiLoReConfig, Mode, RankBudgets
 from ds_hilore.core.errors import ConfigError, UnsupportedError, UsageError
 from ds_hilore.core.fabric import ControlPlane

@@ -24,10 +24,10 @@ from ds_hilore.core.types import Action
 from ds_hilore.integration.beside import Recorded, gradients_of, recording
 from ds_hilore.integration.exact_gradient import averaged
 from ds_hilore.profiling.calibrate import Calibration, Intervention, Observation
+from ds_hilore.profiling.variants import components, compressions
 from ds_hilore.recovery.encoded import Statistic
 from ds_hilore.recovery.unit import UnitCall
 from ds_hilore.runtime.controller import Controller
-from ds_hilore.runtime.learning import Stage
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class GradientChecks:
         self._rules = rules
         self._calibrated = 0  # microbatches so far
         self._done = rules.microbatches == 0
+        self._pairs: dict[str, dict[tuple[str, str], tuple[tuple[str, str], ...]]] = {}  # by unit class and component
         self._taken: list[Recorded] = []
         self._exact: dict[str, Tensor] | None = None  # of the audited update so far, as this rank's microbatches add up
 
@@ -132,6 +133,7 @@ class GradientChecks:
             else:
                 gradients_of(self._engine, self._controller, recorded, {})
         self._calibrated += 1
+        self.calibration.cost.update_seconds = self._controller.learning.update_seconds
         self.calibration.cost.note(time.perf_counter() - started, passes + 1)
         if self._calibrated >= self._rules.microbatches or passes == 0:
             self._finish()
@@ -139,8 +141,13 @@ class GradientChecks:
     def _interventions(self) -> list[Intervention]:
         measurements = self._controller.measurements
         units = [(unit, position, name) for position, (unit, name) in enumerate(measurements.roster)]
-        pairs = {name: tuple(fits.parts.codecs) for name, fits in measurements.classes.items()}
-        return self.calibration.interventions(self._calibrated, units, pairs)
+        shape = self._controller.microbatch.shape
+        assert shape is not None, "a microbatch has run"
+        self._pairs.clear()
+        for name, fits in measurements.classes.items():
+            offered = [components(codecs) for codecs in compressions(fits.parts, shape)]
+            self._pairs[name] = {key: pairs for each in offered for key, pairs in each.items()}
+        return self.calibration.interventions(self._calibrated, units, self._pairs)
 
     def _intervene(self, recorded: Recorded, wanted: Intervention, exact: Mapping[str, Tensor]) -> None:
         found: list[Statistic] = []
@@ -148,7 +155,9 @@ class GradientChecks:
         def look(call: UnitCall) -> None:
             found.extend(call.statistics)
 
-        treatment = Treatment(Action.COMPRESS, codecs=((wanted.place.group, wanted.place.codec),))
+        unit_class = dict(self._controller.measurements.roster)[wanted.unit]
+        pairs = self._pairs[unit_class][(wanted.place.group, wanted.place.codec)]
+        treatment = Treatment(Action.COMPRESS, codecs=pairs)
         near = gradients_of(self._engine, self._controller, recorded, {wanted.unit: treatment}, look)
         exposed = self._controller.learning.exposed
         if not found or exposed is None:

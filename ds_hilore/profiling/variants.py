@@ -11,17 +11,22 @@ state groups and codecs, each seen once in a stored unit. What the trial then se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ds_hilore.core.treatment import REPLAYED, STORED, Treatment
 from ds_hilore.core.types import Action, Shape, Variant
 from ds_hilore.profiling.fit import BytesFit, Rate, SecondsFit
 
-#: Groups that the cheapest codec may not touch: attention's backward rebuilds its probabilities from them.
+#: The group that cheap codecs may not touch: attention's backward rebuilds its probabilities from them.
 SENSITIVE = "attention_qk"
 #: The group with most bytes and least sensitivity, which is compressed first.
 FIRST = "mlp"
+#: All other groups, in calibration.
+REST = "rest"
+#: The one codec that what is sensitive stands.
+PRECISE = "bf16"
 
 
 @dataclass
@@ -141,32 +146,39 @@ def _compressed(whole: Whole, state: StateFits, treatment: Treatment, risk: floa
 def compressions(state: StateFits, shape: Shape) -> list[tuple[tuple[str, str], ...]]:
     """Which codecs by state group are worth offering, of those that were measured and make the group smaller.
 
-    The MLP alone, at its smallest; everything at its smallest but for what is sensitive; everything at its most
-    precise. More of them would cost planning time for little: groups differ in sensitivity by orders of magnitude.
+    The MLP alone, at its smallest; everything at its most precise; the same with the MLP at its smallest. More of them
+    would cost planning and calibration time for little: groups differ in sensitivity by orders of magnitude.
     """
     ways: dict[str, list[str]] = {}
     for (group, codec), fits in state.codecs.items():
         if group in state.groups and fits.held.of(shape) < state.groups[group].of(shape):
             ways.setdefault(group, []).append(codec)
-
-    def size(group: str, codec: str) -> int:
-        return state.codecs[(group, codec)].held.of(shape)
-
-    smallest = {group: min(codecs, key=lambda codec: size(group, codec)) for group, codecs in ways.items()}
-    precise = {
-        group: min(codecs, key=lambda codec: state.codecs[(group, codec)].error) for group, codecs in ways.items()
+    calm = {
+        group: min(codecs, key=lambda codec: state.codecs[(group, codec)].error)
+        for group, codecs in ways.items()
+        if group != SENSITIVE or PRECISE in codecs
     }
-    calm = {group: codec for group, codec in precise.items() if group != SENSITIVE or codec == "bf16"}
-    offered: list[Mapping[str, str]] = []
+    offered: list[Mapping[str, str]] = [calm]
     if FIRST in ways:
-        offered.append({FIRST: smallest[FIRST]})
-        offered.append({**calm, FIRST: smallest[FIRST]})
-    offered += [calm, {**smallest, SENSITIVE: calm[SENSITIVE]} if SENSITIVE in calm else _without(smallest)]
+        smallest = min(ways[FIRST], key=lambda codec: state.codecs[(FIRST, codec)].held.of(shape))
+        offered += [{FIRST: smallest}, {**calm, FIRST: smallest}]
     return list(dict.fromkeys(tuple(sorted(way.items())) for way in offered if way))
 
 
-def _without(smallest: Mapping[str, str]) -> dict[str, str]:
-    return {group: codec for group, codec in smallest.items() if group != SENSITIVE}
+def components(codecs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], tuple[tuple[str, str], ...]]:
+    """What of a compressed state is calibrated together, as (name, codec): the MLP, and under one codec all the rest,
+    which no variant tells apart. Their parts are (state group, codec) pairs."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for group, codec in codecs:
+        found.setdefault((FIRST if group == FIRST else REST, codec), []).append((group, codec))
+    return {key: tuple(sorted(pairs)) for key, pairs in found.items()}
+
+
+def error_of(state: StateFits, pairs: Iterable[tuple[str, str]]) -> float:
+    """Root mean square of e over all tensors of the pairs."""
+    fits = [state.codecs[pair] for pair in pairs]
+    count = sum(each.count for each in fits)
+    return math.sqrt(math.fsum(each.squares for each in fits) / count) if count else 0.0
 
 
 def _or(measured: float | None, computed: float) -> float:

@@ -21,6 +21,7 @@ from ds_hilore.core.types import Plan, Shape, UnitId
 from ds_hilore.memory.prize import Prize, storing_bytes
 from ds_hilore.profiling.calibrate import Calibration
 from ds_hilore.profiling.measure import Measurements
+from ds_hilore.profiling.variants import components, error_of
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext
 from ds_hilore.runtime.baseline import BaselineMeter
@@ -69,6 +70,11 @@ class Learning:
         self._sampled: set[str] = set()  # classes that were stored once, or would not be
         self._started: Any = None  # of the all-R microbatch that is being timed
         self._replayed: tuple[Shape, float] | None = None  # the fastest of those
+
+    @property
+    def update_seconds(self) -> float | None:
+        """Seconds of one all-R update, of its microbatches' forward and backward; None: not timed yet."""
+        return None if self._replayed is None else self._replayed[1] * max(1, self.risk.rules.microbatches)
 
     @property
     def settled(self) -> bool:
@@ -250,8 +256,8 @@ class Learning:
         class_of = dict(self.measurements.roster)
 
         def risk(unit: UnitId, treatment: Treatment) -> float | None:
-            codecs = self.measurements.classes[class_of[unit]].parts.codecs
-            errors = {pair: codecs[pair].error for pair in treatment.codecs}
+            parts = self.measurements.classes[class_of[unit]].parts
+            errors = {key: error_of(parts, pairs) for key, pairs in components(treatment.codecs).items()}
             return calibration.risk(places[unit], len(places), errors)
 
         self.measurements.risk = risk

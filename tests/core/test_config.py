@@ -27,7 +27,8 @@ def test_defaults_are_what_works_now() -> None:
     config = parse({})
     assert config == HiLoReConfig()
     assert config.memory_budget == MemoryBudget(BudgetKind.CHECKPOINT_MULTIPLE, 1.1)
-    assert (config.mode, config.max_gradient_error, config.codecs, config.units) == (Mode.UPDATE_AWARE, 0.0, (), "auto")
+    assert (config.mode, config.max_gradient_error, config.units) == (Mode.UPDATE_AWARE, 0.0, "auto")
+    assert config.codecs == ("bf16", "int8") and not config.compresses
     assert config.planner == PlannerConfig(solver=Solver.HIGHS, time_limit_s=10, relative_gap=0.01)
 
 
@@ -66,6 +67,21 @@ def test_the_fingerprint_is_json_and_reads_back_as_the_same_settings() -> None:
     assert parse(written) == config
 
 
+@pytest.mark.parametrize(
+    ("block", "compresses"),
+    [
+        ({}, False),
+        ({"max_gradient_error": 0.01}, True),
+        ({"max_gradient_error": 0.01, "mode": "static_risk"}, True),
+        ({"max_gradient_error": 0.01, "mode": "exact"}, False),
+        ({"max_gradient_error": 0.01, "codecs": []}, False),
+        ({"max_gradient_error": 0.01, "profile": {"calibration_microbatches": 0}}, False),
+    ],
+)
+def test_what_it_takes_to_compress(block: dict[str, Any], compresses: bool) -> None:
+    assert parse(block).compresses is compresses
+
+
 def test_the_block_is_frozen() -> None:
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         parse({}).mode = Mode.EXACT
@@ -98,7 +114,6 @@ WRONG: list[tuple[Any, tuple[str, ...]]] = [
     ({"memory_budget": []}, ("hilore.memory_budget = []", "empty")),
     ({"memory_budget": ["1.1x", "x"]}, ("hilore.memory_budget = ['1.1x', 'x']", "entry 1")),
     ({"host_budget": "64GB"}, ("hilore.host_budget = '64GB'", "offload", "write 0")),
-    ({"max_gradient_error": 0.01}, ("hilore.max_gradient_error = 0.01", "compression", "write 0")),
     ({"max_gradient_error": -1}, ("hilore.max_gradient_error = -1", "greater than or equal to 0")),
     ({"max_gradient_error": "0.01"}, ("hilore.max_gradient_error = '0.01'", "number")),
     ({"units": "LlamaDecoderLayer"}, ("hilore.units = 'LlamaDecoderLayer'", '["LlamaDecoderLayer"]')),
@@ -106,8 +121,8 @@ WRONG: list[tuple[Any, tuple[str, ...]]] = [
     ({"units": ["A", ""]}, ("hilore.units = ['A', '']", "not empty")),
     ({"units": ["A", "A"]}, ("hilore.units = ['A', 'A']", "twice")),
     ({"mode": "fast"}, ("hilore.mode = 'fast'", "update_aware", "exact")),
-    ({"mode": "paper"}, ("hilore.mode = 'paper'", "compression", '"exact"')),
-    ({"codecs": ["int8"]}, ("hilore.codecs = ['int8']", "compression", "[]")),
+    ({"mode": "paper"}, ("hilore.mode = 'paper'", "later release", '"update_aware"')),
+    ({"codecs": ["int8", "int8"]}, ("hilore.codecs = ['int8', 'int8']", "twice")),
     ({"codecs": "int8"}, ("hilore.codecs = 'int8'", "list")),
     ({"planner": "highs"}, ("hilore.planner = 'highs'", "time_limit_s")),
     ({"planner": {"solver": "gurobi"}}, ("hilore.planner.solver = 'gurobi'", '"highs", "cbc", "greedy"')),
@@ -122,7 +137,8 @@ WRONG: list[tuple[Any, tuple[str, ...]]] = [
     ({"profile": {"path": " "}}, ("hilore.profile.path = ' '", '"auto"', "null")),
     ({"profile": {"path": "a\0b"}}, ("hilore.profile.path = 'a\\x00b'", "folder")),
     ({"profile": {"path": 7}}, ("hilore.profile.path = 7", "string")),
-    ({"profile": {"audit_interval": 200}}, ("hilore.profile.audit_interval = 200", "compression", "0")),
+    ({"profile": {"audit_interval": -1}}, ("hilore.profile.audit_interval = -1", "greater than or equal to 0")),
+    ({"profile": {"calibration_microbatches": 65}}, ("hilore.profile.calibration_microbatches = 65", "64")),
     ({"selfcheck": {"updates": 2}}, ("hilore.selfcheck.updates = 2", "self-check", "0")),
     ({"report": {"path": "report.json"}}, ("hilore.report.path = 'report.json'", "report", "null")),
 ]

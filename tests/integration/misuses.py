@@ -47,8 +47,8 @@ def impossible_budget() -> None:
     _start({"memory_budget": "0.5x"})
 
 
-def approximation_asked_for() -> None:
-    _start({"max_gradient_error": 0.01})
+def more_error_than_there_is_gradient() -> None:
+    _start({"max_gradient_error": 1.0})
 
 
 def budgets_for_another_number_of_ranks() -> None:
@@ -160,6 +160,10 @@ def no_sync_under_zero3() -> None:
 
 def compression_forced() -> None:
     small_engine().hilore.force(Action.COMPRESS)
+
+
+def unknown_codec() -> None:
+    _start({"max_gradient_error": 0.01, "codecs": ["int7"]})
 
 
 def plan_by_letter() -> None:
@@ -290,7 +294,7 @@ def unit_that_changes_between_calls() -> None:
 CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     unknown_key: ("ConfigError", ("hilore.memory_budgt", 'did you mean "memory_budget"')),
     impossible_budget: ("ConfigError", ("hilore.memory_budget = '0.5x'", "1.0x")),
-    approximation_asked_for: ("ConfigError", ("hilore.max_gradient_error = 0.01", "write 0")),
+    more_error_than_there_is_gradient: ("ConfigError", ("hilore.max_gradient_error = 1.0", "less than 1")),
     budgets_for_another_number_of_ranks: ("ConfigError", ("3 entries", "1 ranks", "one entry per rank")),
     units_that_match_nothing: ("ConfigError", ('"GPT9Block" matches no module', "LlamaDecoderLayer")),
     unit_with_a_forward_of_its_own: ("ConfigError", ("LlamaMLP", "`forward` of its own")),
@@ -309,9 +313,10 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     model_compiled_later: ("UnsupportedError", ("whole model is under torch.compile",)),
     no_sync_under_zero2: ("UnsupportedError", ("no_sync under ZeRO-2", "gradient_accumulation_steps")),
     no_sync_under_zero3: ("UnsupportedError", ("no_sync under ZeRO-3", "gradient_accumulation_steps")),
-    compression_forced: ("UsageError", ("compression is not available yet",)),
+    compression_forced: ("UsageError", ("compress needs codecs", "L:mlp=bf16")),
+    unknown_codec: ("ConfigError", ("hilore.codecs", "['int7'] are not known", "bf16")),
     plan_by_letter: ("UsageError", ("'R' is no plan", "Action")),
-    plan_with_compression: ("UsageError", ("model.layers.1: compression is not available yet",)),
+    plan_with_compression: ("UsageError", ("'L' names no variant",)),
     observed_without_grad: ("UsageError", ("observe_logps", "no gradient")),
     observed_with_a_foreign_mask: ("UsageError", ("mask has shape (2, 3)", "(2, 16)")),
     advantages_of_another_length: ("UsageError", ("1 advantages, 2 masks", "one entry per microbatch")),
