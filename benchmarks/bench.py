@@ -47,13 +47,14 @@ class Bench:
         model: Path | None,
         layers: int | None,
         rows: int | None = None,
+        max_gradient_error: float = 0.0,
     ) -> None:
         size = sized(preset, layers, rows)
         if model is None and size.shape is None:
             model = packaged_model(default_cache_dir())
             convert_packaged_model(model)
         subject, vocabulary = policy(model, size, full_finetuning, loss)
-        self.engine = engine_for(subject, START_BUDGET)
+        self.engine = engine_for(subject, START_BUDGET, max_gradient_error=max_gradient_error)
         self.batch = Batch.random(size, vocabulary, seed=0, device=self.engine.device)
         self.meter = peak_meter(self.engine.device)
 
@@ -63,8 +64,14 @@ class Bench:
 
     def learn(self) -> None:
         """The first updates of a run: two that replay and measure, one that stores."""
-        while self.engine.hilore.stage is not Stage.PLANNED:
+        while self.engine.hilore.stage is not Stage.PLANNED or self.calibrating:
             self.update(None)
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether compressed state is still to be calibrated; audits come after, where there are any."""
+        checks = self.engine._hilore_host.checks
+        return checks is not None and not checks.calibrated
 
     def solve(self, case: Case) -> None:
         """Lets the background programme finish the plan of a planned case: one update asks for it."""
@@ -117,6 +124,17 @@ class Bench:
         if case.method.startswith("hilore"):
             return "".join(letter(treatment) for treatment in self.engine.hilore.microbatch.treated.values())
         return actions(case, self.layers)
+
+    def codec_seconds(self) -> list[float]:
+        """What each layer of the last update has spent on encoding and decoding, as the run has measured it."""
+        hilore = self.engine.hilore
+        batch, class_of = hilore.microbatch, dict(hilore.measurements.roster)
+        spent = []
+        for unit, treatment in batch.treated.items():
+            codecs = hilore.measurements.classes[class_of[unit]].parts.codecs
+            fits = [codecs[pair] for pair in treatment.codecs]
+            spent.append(sum(each.encode.of(batch.shape) + each.decode.of(batch.shape) for each in fits))
+        return spent
 
     def replay_seconds(self, kinds: Sequence[str], updates: int) -> dict[str, list[float]]:
         """Median seconds of each layer's replay over some updates, by kind of replay; kinds take turns.

@@ -26,6 +26,7 @@ from benchmarks.bench import Bench, relative_error
 from benchmarks.methods import (
     HILORE_FORCED,
     HILORE_REPLAYS,
+    LOSSY,
     NONE,
     PLAIN_METHODS,
     TORCH,
@@ -51,15 +52,21 @@ class Spec:
     model: str | None
     layers: int | None
     rows: int | None
+    max_gradient_error: float
     threads: int
     methods: tuple[str, ...]
     budgets: tuple[str, ...]
     turns: int
 
+    @property
+    def error(self) -> float:
+        """Of the gradient, that plans may cost: none where no method compresses, so that nothing is calibrated."""
+        return self.max_gradient_error if set(self.methods) & set(LOSSY) else 0.0
+
     def bench(self) -> Bench:
         torch.set_num_threads(self.threads)
         path = None if self.model is None else Path(self.model)
-        return Bench(self.preset, self.full_finetuning, self.loss, path, self.layers, self.rows)
+        return Bench(self.preset, self.full_finetuning, self.loss, path, self.layers, self.rows, self.error)
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,15 @@ class PeakReport:
 class TimeReport:
     """Seconds of each turn by case; gradient errors; plans as letters per layer; seconds of each layer's replay.
 
-    `replay_seconds`: by kind of replay, as `Bench.replay_seconds` has them.
+    `replay_seconds`: by kind of replay, as `Bench.replay_seconds` has them. `codec_seconds`: by case that compresses, of
+    each layer.
     """
 
     seconds: dict[str, list[float]]
     gradient_errors: dict[str, float]
     plans: dict[str, str]
     replay_seconds: dict[str, list[float]]
+    codec_seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
 
 def budget_bytes(written: str, torch_bytes: int, none_bytes: int) -> int:
@@ -136,7 +145,7 @@ def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
     bench.learn()
     cases = _with_own_floor(bench, found)
     exact = bench.gradients(NONE)
-    errors, plans = {}, {}
+    errors, plans, codecs = {}, {}, {}
     same = {case.key: _timed_as(case, bench.layers) for case in cases}
     cases = [case for case in cases if same[case.key] == case.key]
     policies = sorted({case.policy for case in cases} - {""})
@@ -144,6 +153,8 @@ def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
         bench.solve(case)
         errors[case.key] = relative_error(bench.gradients(case), exact)
         plans[case.key] = bench.actions(case)
+        if "L" in plans[case.key]:
+            codecs[case.key] = bench.codec_seconds()
     del exact
     seconds: dict[str, list[float]] = {case.key: [] for case in cases}
     for turn in track(range(spec.turns), "updates", console=console):
@@ -153,7 +164,7 @@ def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
     replays = bench.replay_seconds(("torch", *HILORE_REPLAYS, *policies), max(3, spec.turns // 4))
     for key, other in same.items():
         seconds[key], errors[key], plans[key] = seconds[other], errors[other], plans[other]
-    return TimeReport(seconds, errors, plans, replays)
+    return TimeReport(seconds, errors, plans, replays, codecs)
 
 
 def _timed_as(case: Case, layers: int) -> str:

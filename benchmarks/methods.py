@@ -34,7 +34,15 @@ HILORE_FORCED: Mapping[str, Treatment] = MappingProxyType(
 #: Our kinds of replay, and the method in which every layer is replayed so.
 HILORE_REPLAYS: Mapping[str, str] = MappingProxyType({"hilore": "hilore_all_R", "hilore_attention": "hilore_all_A"})
 #: Methods that follow the engine's own plan, and the mode in which it plans.
-HILORE_PLANNED: Mapping[str, Mode] = MappingProxyType({"hilore_exact": Mode.EXACT})
+HILORE_PLANNED: Mapping[str, Mode] = MappingProxyType(
+    {
+        "hilore_exact": Mode.EXACT,
+        "hilore_update_aware": Mode.UPDATE_AWARE,
+        "hilore_static_risk": Mode.STATIC_RISK,
+    }
+)
+#: Methods that run only where they are asked for: compression has to be calibrated first.
+LOSSY = ("hilore_update_aware", "hilore_static_risk")
 METHODS = (*PLAIN_METHODS, *TUNED_METHODS, *HILORE_FORCED, *HILORE_PLANNED)
 
 
@@ -52,9 +60,18 @@ def letter(treatment: Treatment) -> str:
 def applied(engine: Any, case: Case) -> Iterator[None]:
     """Inside, the engine's updates recover state as `case` says."""
     hilore = engine.hilore
-    if planned_mode(case.method) is not None:
+    mode = planned_mode(case.method)
+    if mode is not None:
         hilore.parts.planner.set_budget(case.budget_bytes)
-        yield
+        risk = hilore.learning.risk
+        configured = risk.rules
+        risk.rules = dataclasses.replace(
+            configured, limit=0.0 if mode is Mode.EXACT else configured.limit, static=mode is Mode.STATIC_RISK
+        )
+        try:
+            yield
+        finally:
+            risk.rules = configured
     elif case.method in HILORE_FORCED:
         hilore.force(HILORE_FORCED[case.method])
         try:

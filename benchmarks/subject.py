@@ -49,6 +49,9 @@ class Preset:
         return self.rows * self.row_tokens
 
 
+#: Microbatches of calibration. They are all the same one here, so few will do.
+CALIBRATION = 2
+
 SWEEP = ("phi=0", "phi=0.05", "phi=0.1", "phi=0.25", "phi=0.5", "phi=0.75", "1.10x", "1.20x", "unlimited")
 PRESETS = {
     "quick": Preset(8, rows=4, row_tokens=128, turns=14, budgets=("1.10x",)),
@@ -174,7 +177,7 @@ def one_rank_environment() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def engine_for(model: nn.Module, budget: str, stage: int = 0) -> Any:
+def engine_for(model: nn.Module, budget: str, stage: int = 0, max_gradient_error: float = 0.0) -> Any:
     """A one-rank hilore engine with learning rate 0: the optimizer steps, the parameters stay.
 
     The optimizer is torch's fused one, which needs no memory of its own while it steps: else its temporaries, not the
@@ -193,7 +196,11 @@ def engine_for(model: nn.Module, budget: str, stage: int = 0) -> Any:
             "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True, "fused": True},
         },
         "steps_per_print": 10**9,
-        "hilore": {"memory_budget": budget},
+        "hilore": {
+            "memory_budget": budget,
+            "max_gradient_error": max_gradient_error,
+            "profile": {"calibration_microbatches": CALIBRATION, "audit_interval": 0},
+        },
     }
     engine, *_ = ds_hilore.initialize(model=model, model_parameters=trainable, config=config)
     return engine

@@ -10,7 +10,8 @@ peaks come from processes of their own (benchmarks/measure.py). "torch" is torch
 same loss code: its peak is what "1.10x" and phi refer to, its time what checkpointing costs. `best_k_layers` and
 `every_n_layers` keep as many layers as fit the measured peak. `torch_sac` is torch's selective checkpointing with the
 fixed policy, on as many layers as fit, that saves most replay seconds (benchmarks/tuning.py). `hilore_exact` follows
-the solved plan of the running engine. recovered: share of what checkpointing costs that is saved, by the clock;
+the solved plan of the running engine; `hilore_update_aware` and `hilore_static_risk` may compress too, within --max-gradient-error, and run only where
+they are asked for. recovered: share of what checkpointing costs that is saved, by the clock;
 counted: the same from the measured seconds of the replays that a plan leaves, free of noise elsewhere.
 """
 
@@ -29,7 +30,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.measure import PeakReport, Spec, TimeReport, read_peaks, read_times
-from benchmarks.methods import METHODS, NONE, SELECTIVE, TORCH
+from benchmarks.methods import LOSSY, METHODS, NONE, SELECTIVE, TORCH
 from benchmarks.records import Case, Record, table
 from benchmarks.statistics import Ratio
 from benchmarks.subject import PRESETS, sized
@@ -103,6 +104,7 @@ def counted_share(case: Case, times: TimeReport) -> float | None:
         for layer, letter in enumerate(times.plans[case.key])
         if letter in kinds
     )
+    spent += sum(times.codec_seconds.get(case.key, ()))
     return 1 - spent / sum(times.replay_seconds["torch"])
 
 
@@ -118,6 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a local transformers model; default: SmolLM2-135M from its package")
     parser.add_argument("--layers", type=int, help="only the first layers of the model")
     parser.add_argument("--rows", type=int, help="sequences per microbatch")
+    parser.add_argument("--max-gradient-error", type=float, default=0.01, help=f"for {', '.join(LOSSY)}")
     parser.add_argument("--json", type=Path, help="write the records there")
     return parser.parse_args()
 
@@ -125,7 +128,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     preset = sized(arguments.preset, arguments.layers, arguments.rows)
-    methods = METHODS if arguments.methods is None else tuple(arguments.methods.split(","))
+    by_default = tuple(method for method in METHODS if method not in LOSSY)
+    methods = by_default if arguments.methods is None else tuple(arguments.methods.split(","))
     unknown = sorted(set(methods) - set(METHODS))
     if unknown:
         sys.exit(f"no such method: {', '.join(unknown)}; known: {', '.join(METHODS)}")
@@ -136,6 +140,7 @@ def main() -> None:
         None if arguments.model is None else str(arguments.model),
         arguments.layers,
         arguments.rows,
+        arguments.max_gradient_error,
         arguments.threads,
         methods,
         preset.budgets if arguments.budgets is None else tuple(arguments.budgets.split(",")),

@@ -294,12 +294,17 @@ def _say_start(engine: Any, config: HiLoReConfig, units: Units, notes: list[str]
     if rank != 0:
         return
     budget = config.memory_budget.as_json()
+    actions = "exact actions (store, recompute)"
+    if config.compresses:
+        codecs = ", ".join(config.codecs)
+        actions = f"gradient error up to {config.max_gradient_error} (store, compress by {codecs}, recompute)"
     _log.info(
-        "hilore: active. Units: %s; ZeRO-%d; budget %s; exact actions (store, recompute). The first two updates replay "
-        "every unit and measure, plans follow.",
+        "hilore: active. Units: %s; ZeRO-%d; budget %s; %s. The first two updates replay every unit and measure, plans "
+        "follow.",
         units.summary(),
         engine.zero_optimization_stage(),
         budget,
+        actions,
     )
     for note in notes:
         _log.warning("hilore: %s", note)

@@ -59,7 +59,11 @@ class Audit:
 
 
 class GradientChecks:
-    """Follows one engine. `audits`: those so far. `seconds`: what all checks have taken on this rank."""
+    """Follows one engine. `audits`: those so far. `seconds`: what all checks have taken on this rank.
+
+    Backwards that do not come through `engine.backward` are not checked, so nothing is compressed where all are such.
+    A check holds two more gradients of the trained parameters for as long as it takes.
+    """
 
     def __init__(self, engine: Any, controller: Controller, plane: ControlPlane, rules: CheckRules) -> None:
         self.audits: list[Audit] = []
@@ -69,13 +73,18 @@ class GradientChecks:
         self._controller = controller
         self._plane = plane
         self._rules = rules
-        self._calibrated = 0  # microbatches so far
+        self._microbatches = 0  # of calibration, so far
         self._done = rules.microbatches == 0
         self._pairs: dict[str, dict[tuple[str, str], tuple[tuple[str, str], ...]]] = {}  # by unit class and component
         self._taken: list[Recorded] = []
         self._exact: dict[str, Tensor] | None = None  # of the audited update so far, as this rank's microbatches add up
 
     # -- when ------------------------------------------------------------------------------------------------------
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether calibration is over, or there is none."""
+        return self._done
 
     @property
     def calibrating(self) -> bool:
@@ -132,10 +141,10 @@ class GradientChecks:
                 self._intervene(recorded, wanted[position], exact)
             else:
                 gradients_of(self._engine, self._controller, recorded, {})
-        self._calibrated += 1
+        self._microbatches += 1
         self.calibration.cost.update_seconds = self._controller.learning.update_seconds
         self.calibration.cost.note(time.perf_counter() - started, passes + 1)
-        if self._calibrated >= self._rules.microbatches or passes == 0:
+        if self._microbatches >= self._rules.microbatches or passes == 0:
             self._finish()
 
     def _interventions(self) -> list[Intervention]:
@@ -147,7 +156,7 @@ class GradientChecks:
         for name, fits in measurements.classes.items():
             offered = [components(codecs) for codecs in compressions(fits.parts, shape)]
             self._pairs[name] = {key: pairs for each in offered for key, pairs in each.items()}
-        return self.calibration.interventions(self._calibrated, units, self._pairs)
+        return self.calibration.interventions(self._microbatches, units, self._pairs)
 
     def _intervene(self, recorded: Recorded, wanted: Intervention, exact: Mapping[str, Tensor]) -> None:
         found: list[Statistic] = []
@@ -193,6 +202,7 @@ class GradientChecks:
 
     def before_step(self) -> None:
         """The update's gradients are complete, the optimizer has not stepped; every rank is here."""
+        self._taken.clear()  # of backwards that did not come through the engine
         if self._exact is None:
             return
         started = time.perf_counter()

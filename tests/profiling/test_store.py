@@ -23,9 +23,12 @@ from ds_hilore.profiling.layout import (
     Fingerprint,
     StoredBaseline,
     StoredClass,
+    StoredCodec,
     StoredFingerprint,
     StoredFit,
     StoredObservation,
+    StoredOperator,
+    StoredParts,
     StoredPhase,
     StoredProfile,
     StoredSeconds,
@@ -54,6 +57,7 @@ ASKED = (Shape(2, 100), Shape(7, 31), Shape(1, 4096))
 
 def measured() -> Measurements:
     seen = Measurements(RATES)
+    seen.risk = lambda unit, treatment: 0.5
     for length in (100, 160, 900):
         shape = Shape(2, length)
         state = 45 * shape.tokens + 2 * shape.tokens * length
@@ -67,6 +71,17 @@ def measured() -> Measurements:
         seen.replay_receiver(UnitId("layers.1"))(1e-5 * shape.tokens)
         seen.note_seconds(UnitId("layers.0"), "H", shape, 1e-5 * shape.tokens, 2e-5 * shape.tokens)
         seen.note_seconds(UnitId("layers.1"), "R", shape, 1e-5 * shape.tokens, 4e-5 * shape.tokens)
+        parts = seen.fits_of("Layer").parts
+        parts.operator("attention").held.note(shape, 4 * shape.tokens)
+        parts.operator("attention").seconds.note(shape, 1e-9 * shape.tokens * length)
+        parts.group("mlp").note(shape, 24 * shape.tokens)
+        for codec, held in (("bf16", 12), ("int8", 7)):
+            fits = parts.codec("mlp", codec)
+            fits.held.note(shape, held * shape.tokens)
+            fits.encode.note(shape, 1e-8 * shape.tokens)
+            fits.decode.note(shape, 1e-8 * shape.tokens)
+            fits.note_error(0.01)
+    seen.risk = lambda unit, treatment: 0.5
     seen.strike("Block", "H", "slower than R")
     return seen
 
@@ -104,6 +119,7 @@ def refused(made: ProfileStore) -> str:
 
 def test_what_was_measured_comes_back(saved: ProfileStore) -> None:
     before, after = measured(), Measurements(RATES)
+    after.risk = before.risk
     found = saved.restore(after)
     assert isinstance(found, StoredProfile) and found.baseline == BASELINE
     for shape in ASKED:
@@ -140,7 +156,7 @@ def test_nothing_is_stored_without_a_path(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_file_is_json_and_private(saved: ProfileStore) -> None:
     content = json.loads(path_of(saved).read_text())
-    assert content["format"] == 1 and content["fingerprint"]["zero_stage"] == 2
+    assert content["format"] == 2 and content["fingerprint"]["zero_stage"] == 2
     assert stat.S_IMODE(path_of(saved).stat().st_mode) == 0o600
 
 
@@ -204,7 +220,7 @@ def first_class(content: dict[str, Any]) -> dict[str, Any]:
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "format": lambda c: c.update(format=2),
+    "format": lambda c: c.update(format=1),
     "unknown key": lambda c: c.update(extra=1),
     "missing key": lambda c: c.pop("units"),
     "negative": lambda c: first_class(c)["state"]["observations"][0].update(value=-1.0),
@@ -244,7 +260,7 @@ def test_a_damaged_field_is_refused(saved: ProfileStore, kind: str) -> None:
         b"\x80\x04\x95\x00.",  # a pickle
         b"[" * 100_000,
         b'{"a":' * 50_000,
-        b'{"format": 1, "format": 1}',
+        b'{"format": 2, "format": 2}',
         b'{"format": ' + b"9" * 100_000 + b"}",
     ],
     ids=lambda content: repr(content[:12]),
@@ -269,6 +285,7 @@ def test_no_flipped_byte_raises(saved: ProfileStore, place: int, byte: int) -> N
     content[place % len(content)] = byte
     path_of(saved).write_bytes(content)
     seen = Measurements(RATES)
+    seen.risk = lambda unit, treatment: 0.5
     found = saved.restore(seen)
     assert isinstance(found, Refused | StoredProfile)
     for shape in ASKED:
@@ -334,7 +351,25 @@ CLASSES = st.builds(
     inputs=FITS,
     state=FITS,
     replay=FITS,
-    variants=st.dictionaries(st.sampled_from(["R", "H", "L"]), SECONDS, max_size=3),
+    variants=st.dictionaries(st.sampled_from(["R", "H", "R:attention", "L:mlp=bf16"]), SECONDS, max_size=3),
+    parts=st.builds(
+        StoredParts,
+        operators=st.dictionaries(st.just("attention"), st.builds(StoredOperator, held=FITS, seconds=FITS), max_size=1),
+        groups=st.dictionaries(st.sampled_from(["mlp", "residual"]), FITS, max_size=2),
+        codecs=st.lists(
+            st.builds(
+                StoredCodec,
+                group=st.sampled_from(["mlp", "residual", "no such group"]),
+                codec=st.sampled_from(["bf16", "int8"]),
+                held=FITS,
+                encode=FITS,
+                decode=FITS,
+                squares=st.floats(0, 1e18),
+                count=st.integers(0, 1 << 40),
+            ),
+            max_size=3,
+        ),
+    ),
 )
 
 
@@ -346,10 +381,11 @@ def test_any_file_that_passes_gives_profiles_that_a_planner_can_read(
     """Nonsense within bounds is nonsense, but finite, whole and not negative."""
     unit = StoredUnit(name="u", call=0, unit_class="Layer", share=share, length=length)
     profile = StoredProfile(
-        format=1, fingerprint=StoredProfile.of(measured(), HERE).fingerprint, units=[unit], classes={"Layer": stored}
+        format=2, fingerprint=StoredProfile.of(measured(), HERE).fingerprint, units=[unit], classes={"Layer": stored}
     )
     again = StoredProfile.model_validate_json(profile.model_dump_json())
     seen = Measurements(RATES)
+    seen.risk = lambda unit, treatment: 0.5
     again.into(seen)
     for shape in ASKED:
         for variant in seen.profiles(shape)[0].variants:
@@ -414,4 +450,4 @@ def test_a_reader_never_sees_half_a_file(saved: ProfileStore, monkeypatch: pytes
         real(source, target)
 
     monkeypatch.setattr(os, "replace", watch)
-    assert saved.save(measured()) is None and seen == [1]
+    assert saved.save(measured()) is None and seen == [2]

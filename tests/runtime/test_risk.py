@@ -1,0 +1,123 @@
+"""The account of gradient error: what microbatches may spend, and what they are told to be worth."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_hilore.core.types import UnitId
+from ds_hilore.recovery.encoded import Statistic
+from ds_hilore.runtime.risk import Exposed, RiskKeeper, RiskRules, read
+from ds_hilore.runtime.update import Coefficients, Source
+
+UNITS = [UnitId("a"), UnitId("b")]
+amounts = st.floats(1e-3, 1e3)
+
+
+def keeper(norm: float = 1.0, **rules: object) -> RiskKeeper:
+    made = RiskKeeper(RiskRules(**({"limit": 0.01} | rules)))  # type: ignore[arg-type]
+    made.end_update(norm)
+    return made
+
+
+def test_nothing_is_risked_before_a_norm_is_known() -> None:
+    made = RiskKeeper(RiskRules(limit=0.01))
+    made.observe(Exposed(1.0, 10))
+    assert made.expect(10)[0] == 0.0 and not made.active
+    made.end_update(2.0)
+    assert made.expect(10)[0] > 0
+
+
+@given(st.lists(amounts, min_size=1, max_size=6), st.integers(1, 4))
+def test_the_microbatches_of_an_update_stay_within_its_budget(exposures: list[float], ranks: int) -> None:
+    """Whatever their exposures: squares of all ranks add up to no more than the square of the limit."""
+    made = keeper(ranks=ranks, microbatches=len(exposures))
+    made.observe(Exposed(1.0, 10))
+    for exposure in exposures:
+        exposed = Exposed(exposure, 10)
+        now = made.decide(exposed, UNITS)
+        made.note(exposed, now.budget)  # all of it is spent
+    assert ranks * sum(risk * risk for risk in made.spent) <= 0.01**2 * (1 + 1e-9)
+
+
+@given(amounts, amounts)
+def test_scaling_the_loss_changes_nothing(norm: float, scale: float) -> None:
+    plain, scaled = keeper(norm), keeper(norm * scale)
+    plain.observe(Exposed(3.0, 10))
+    scaled.observe(Exposed(3.0 * scale, 10))
+    assert scaled.expect(10)[0] == pytest.approx(plain.expect(10)[0], rel=1e-9)
+
+
+def test_calm_microbatches_leave_what_they_do_not_use() -> None:
+    made = keeper(microbatches=2)
+    made.observe(Exposed(1.0, 10))
+    first = made.decide(Exposed(0.1, 10), UNITS)
+    made.note(Exposed(0.1, 10), 0.0)
+    second = made.decide(Exposed(1.0, 10), UNITS)
+    assert second.budget == pytest.approx(math.sqrt(2) * first.budget)
+
+
+def test_what_may_not_be_used_is_infinitely_exposed() -> None:
+    made = keeper()
+    now = made.decide(Exposed(2.0, 10, frozenset({UNITS[1]})), UNITS)
+    assert now.exposures == {UNITS[0]: 2.0, UNITS[1]: math.inf}
+    assert set(made.decide(Exposed(math.inf, 10), UNITS).exposures.values()) == {math.inf}
+
+
+def test_static_risk_goes_by_the_mean_of_calibration() -> None:
+    made = keeper(static=True)
+    made.freeze([1.0, 3.0, math.inf])
+    made.observe(Exposed(1.0, 10))
+    calm, violent = (made.decide(Exposed(exposure, 10), UNITS) for exposure in (0.01, 100.0))
+    assert calm == violent and set(calm.exposures.values()) == {2.0}
+    assert made.expect(10) == (0.01 / 2.0, (1.0,))
+
+
+def test_an_update_tells_its_predicted_error() -> None:
+    made = keeper(norm=2.0)
+    made.note(Exposed(1.0, 10), 0.006)
+    made.note(Exposed(1.0, 10), 0.008)
+    assert made.end_update(2.0) == pytest.approx(0.01 / 2.0)
+    assert made.end_update(2.0) == 0.0
+
+
+def test_an_update_that_starts_again_has_spent_nothing() -> None:
+    made = keeper()
+    made.note(Exposed(1.0, 10), 0.006)
+    made.abort()
+    assert made.end_update(None) == 0.0
+
+
+@pytest.mark.parametrize("norm", [None, math.nan, math.inf, 0.0])
+def test_a_norm_that_says_nothing_is_passed_by(norm: float | None) -> None:
+    made = keeper(norm=3.0)
+    made.end_update(norm)
+    assert made.norm == 3.0
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+class _Call:
+    def __init__(self, unit: UnitId, *squares: float) -> None:
+        self.unit = unit
+        self.statistics = [Statistic("mlp", "int8", torch.tensor([square, 1.0]).double()) for square in squares]
+
+
+def test_what_is_read_of_a_microbatch() -> None:
+    omega = torch.tensor([[0.5, -1.0, math.nan]])
+    seen = [
+        Coefficients(omega, Source.FORMULA, torch.tensor([[1, 1, 0]])),
+        Coefficients(torch.full((1, 2), 0.25), Source.FORMULA),
+    ]
+    calls = [_Call(UNITS[0], 0.1, math.nan), _Call(UNITS[1], 0.1, 0.2)]
+    assert read(seen, calls) == Exposed(2.0, 4, frozenset({UNITS[0]}))  # type: ignore[arg-type]
+
+
+def test_a_coefficient_that_is_not_finite_makes_everything_exact() -> None:
+    omega = torch.tensor([[0.5, math.inf]])
+    assert read([Coefficients(omega, Source.FORMULA)], []).exposure == math.inf
