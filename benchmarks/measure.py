@@ -89,8 +89,8 @@ class PeakReport:
 class TimeReport:
     """Seconds of each turn by case; gradient errors; plans as letters per layer; seconds of each layer's replay.
 
-    `replay_seconds`: by kind of replay, as `Bench.replay_seconds` has them. `codec_seconds`: by case that compresses, of
-    each layer.
+    `replay_seconds`: by kind of replay, as `Bench.replay_seconds` has them. `codec_seconds`: by case that
+    compresses, of each layer.
     """
 
     seconds: dict[str, list[float]]

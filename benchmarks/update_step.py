@@ -10,9 +10,10 @@ peaks come from processes of their own (benchmarks/measure.py). "torch" is torch
 same loss code: its peak is what "1.10x" and phi refer to, its time what checkpointing costs. `best_k_layers` and
 `every_n_layers` keep as many layers as fit the measured peak. `torch_sac` is torch's selective checkpointing with the
 fixed policy, on as many layers as fit, that saves most replay seconds (benchmarks/tuning.py). `hilore_exact` follows
-the solved plan of the running engine; `hilore_update_aware` and `hilore_static_risk` may compress too, within --max-gradient-error, and run only where
-they are asked for. recovered: share of what checkpointing costs that is saved, by the clock;
-counted: the same from the measured seconds of the replays that a plan leaves, free of noise elsewhere.
+the solved plan of the running engine; `hilore_update_aware` and `hilore_static_risk` may compress too, within
+--max-gradient-error, and run only where they are asked for. recovered: share of what checkpointing costs that is saved,
+by the clock; counted: the same from the measured seconds of the replays that a plan leaves (and of its codecs), free of
+noise elsewhere.
 """
 
 from __future__ import annotations

@@ -144,6 +144,11 @@ class RankPlanner:
         found = self._frontier(shape, profiles)
         return found if isinstance(found, Plan) else found.prepare(reach, ratios)
 
+    def breakpoints(self, shape: Shape, profiles: tuple[UnitProfile, ...]) -> tuple[tuple[float, float], ...]:
+        """(risk cost at exposure 1, seconds) of every plan of this shape class, for the price of risk."""
+        found = self._frontier(shape, profiles)
+        return () if isinstance(found, Plan) else found.breakpoints
+
     def planning_shape(self, shape: Shape) -> Shape:
         """The shape to plan for: the largest seen of the shape's class, so that one plan serves all of it so far."""
         size = shape_class(shape)

@@ -139,6 +139,8 @@ class Controller:
         """All microbatches of this rank's next update (begin_update)."""
         for facts in microbatches:
             self.pruner.announced(facts)
+        if self.learning.risk.rules.limit > 0:
+            self.learning.risk.announce([facts.forecast for facts in microbatches])
         self._announced.announce_update(microbatches)
 
     def announce_microbatch(self, facts: MicrobatchFacts) -> None:

@@ -94,7 +94,10 @@ class Learning:
             self._watch.floor()
         size = planner.planning_shape(shape)
         profiles = self.measurements.profiles(size)
-        found = planner.prepare(size, profiles, *self.risk.expect(shape.tokens))
+        if self.risk.announced:
+            self.risk.price(planner.breakpoints(size, profiles))
+        forecast = None if batch.facts is None or not self.risk.active else batch.facts.forecast
+        found = planner.prepare(size, profiles, *self.risk.expect(shape.tokens, forecast))
         batch.prepared, plan = (None, found) if isinstance(found, Plan) else (found, found.plan)
         if self.prize is None:
             self._say_prize(plan, storing_bytes(profiles))

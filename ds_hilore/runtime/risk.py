@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ds_hilore.core.types import UnitId
 from ds_hilore.planning.margin import ExposureMargin
-from ds_hilore.planning.price import TokenAccount
+from ds_hilore.planning.price import Demand, PriceAccount, TokenAccount
 from ds_hilore.recovery.encoded import Statistic
 from ds_hilore.recovery.live import HostCopy
 from ds_hilore.recovery.unit import UnitCall
+from ds_hilore.runtime.forecast import Forecast
 from ds_hilore.runtime.update import Coefficients
 
 #: Updates after which a norm counts for 1/e: norms of updates differ by factors from one to the next.
@@ -78,7 +79,8 @@ class RiskKeeper:
     frozen: float | None = None
     margin: ExposureMargin = field(default_factory=ExposureMargin)
     spent: list[float] = field(default_factory=list)
-    _account: TokenAccount | None = None
+    _account: TokenAccount | PriceAccount | None = None
+    _forecasts: list[Forecast] = field(default_factory=list)
     _predicted: float = 0.0
     _norms: int = 0
     _seen: int = 0
@@ -92,16 +94,43 @@ class RiskKeeper:
         """B of one rank's part of an update, absolute."""
         return self.rules.limit * self.norm * self.correction / math.sqrt(self.rules.ranks)
 
-    def expect(self, tokens: int) -> tuple[float, Sequence[float]]:
+    def announce(self, forecasts: Sequence[Forecast]) -> None:
+        """All microbatches of this rank's next update are known (begin_update)."""
+        self._forecasts = list(forecasts) if self.rules.limit > 0 and not self.rules.static else []
+
+    @property
+    def announced(self) -> bool:
+        """Whether an announced update is about to begin, of which no price of risk is known yet."""
+        return bool(self._forecasts)
+
+    def price(self, breakpoints: Iterable[tuple[float, float]]) -> None:
+        """Sets the price of risk for an announced update that is about to begin (design section 4): what its plans gain
+        by how much risk. Without an announcement, or where one has not reached the host yet, budgets go by tokens.
+
+        Args:
+            breakpoints: `Frontier.breakpoints` of the first microbatch's shape.
+        """
+        waiting, self._forecasts = self._forecasts, []
+        if self._account is None and self.active and waiting and all(each.ready for each in waiting):
+            points, scale = list(breakpoints), math.exp(self.margin.mean)
+            demands = [Demand.of(points, scale * each.exposure, each.tokens) for each in waiting]
+            self._account = PriceAccount(demands, self.budget**2)
+
+    def expect(self, tokens: int, forecast: Forecast | None = None) -> tuple[float, Sequence[float]]:
         """Before forward: the B / E that the microbatch may expect, and equally likely ratios of true to predicted E.
 
         Args:
             tokens: positions of the microbatch.
+            forecast: what was announced of it.
         """
         if not self.active or self.typical <= 0:
             return 0.0, (1.0,)
         share = self.budget / math.sqrt(self.rules.microbatches)
         self._predicted = self.typical * (self.tokens or tokens)
+        if isinstance(self._account, PriceAccount) and forecast is not None:
+            share, self._predicted = math.sqrt(self._account.expected()), forecast.exposure
+            if self._predicted == 0:
+                return math.inf, (1.0,)
         if self.rules.static:
             return share / (self.frozen or self._predicted), (1.0,)
         return share / self._predicted, self.margin.ratios()
@@ -112,7 +141,10 @@ class RiskKeeper:
         if self._account is None:
             local = max(1, round(self.tokens * self.rules.microbatches) or exposed.tokens)
             self._account = TokenAccount(self.budget**2, local)
-        granted = self._account.grant(exposed.tokens)
+        if isinstance(self._account, PriceAccount):
+            granted = self._account.grant(exposure if math.isfinite(exposure) else None)
+        else:
+            granted = self._account.grant(exposed.tokens)
         if self.rules.static and self.frozen is not None and math.isfinite(exposure):
             exposure = self.frozen
             granted = self.budget**2 / self.rules.microbatches
@@ -163,6 +195,7 @@ class RiskKeeper:
         """The update starts again."""
         self.spent.clear()
         self._account = None
+        self._forecasts.clear()
 
 
 def read(coefficients: Sequence[Coefficients], calls: Sequence[UnitCall]) -> Exposed:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.objective.exposure import TokenFacts
+from ds_hilore.runtime.forecast import Forecast
 from ds_hilore.runtime.liveness import ExpectedLengths
 
 
@@ -35,6 +36,11 @@ class MicrobatchFacts:
                     f"{name} has shape {tuple(given.shape)}, the mask {tuple(self.mask.shape)}: one entry per row, or "
                     "one per token"
                 )
+
+    @cached_property
+    def forecast(self) -> Forecast:
+        """Exposure and tokens as foreseen. Asking for it the first time sends it to the host."""
+        return Forecast(self.advantages, self.mask, self.num_tokens, self.weights)
 
     @cached_property
     def expected(self) -> ExpectedLengths:

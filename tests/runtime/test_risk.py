@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ds_hilore.core.types import UnitId
 from ds_hilore.recovery.encoded import Statistic
+from ds_hilore.runtime.forecast import Forecast
 from ds_hilore.runtime.risk import Exposed, RiskKeeper, RiskRules, read
 from ds_hilore.runtime.update import Coefficients, Source
 
@@ -50,6 +51,48 @@ def test_scaling_the_loss_changes_nothing(norm: float, scale: float) -> None:
     plain.observe(Exposed(3.0, 10))
     scaled.observe(Exposed(3.0 * scale, 10))
     assert scaled.expect(10)[0] == pytest.approx(plain.expect(10)[0], rel=1e-9)
+
+
+def forecast(exposure: float, tokens: int = 10) -> Forecast:
+    return Forecast(torch.tensor([exposure]), torch.ones(1, tokens), float(tokens), None)
+
+
+#: Plans that save 1, 2 and 3 seconds at risks of 1, 2 and 4 per exposure.
+POINTS = ((0.0, 0.0), (1.0, 1.0), (4.0, 2.0), (16.0, 3.0))
+
+
+@given(st.lists(st.tuples(amounts, amounts), min_size=1, max_size=5))
+def test_an_announced_update_stays_within_its_budget(exposures: list[tuple[float, float]]) -> None:
+    """Whatever was foreseen, and whatever comes."""
+    made = keeper(microbatches=len(exposures))
+    made.observe(Exposed(1.0, 10))
+    made.announce([forecast(foreseen) for foreseen, _ in exposures])
+    made.price(POINTS)
+    for foreseen, true in exposures:
+        made.expect(10, forecast(foreseen))
+        exposed = Exposed(true, 10)
+        made.note(exposed, made.decide(exposed, UNITS).budget)
+    assert sum(risk * risk for risk in made.spent) <= 0.01**2 * (1 + 1e-9)
+
+
+def test_the_price_of_risk_gives_calm_microbatches_what_they_can_use() -> None:
+    made = keeper(microbatches=2)
+    made.observe(Exposed(1.0, 10))
+    made.announce([forecast(1e-3), forecast(1.0)])
+    made.price(POINTS)
+    calm = made.decide(Exposed(1e-3, 10), UNITS)
+    assert calm.budget >= 4 * 1e-3 * (1 - 1e-6), "all it can use"
+    made.note(Exposed(1e-3, 10), 4e-3)
+    violent = made.decide(Exposed(1.0, 10), UNITS)
+    assert violent.budget == pytest.approx(math.sqrt(0.01**2 - 4e-3**2))
+
+
+def test_a_forecast_is_the_exposure_at_ratio_1() -> None:
+    advantages, mask = torch.tensor([2.0, -0.5]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    made = Forecast(advantages, mask, 3, torch.tensor([0.5, 1.0]))
+    assert made.ready and made.exposure == pytest.approx((2 * 1.0 + 0.5) / 3) and made.tokens == 3
+    by_token = Forecast(advantages[:, None].expand(2, 3), mask, torch.tensor(3.0), None)
+    assert by_token.exposure == pytest.approx(4.5 / 3)
 
 
 def test_calm_microbatches_leave_what_they_do_not_use() -> None:

@@ -1,0 +1,43 @@
+"""What a microbatch's advantages tell of its exposure, before any forward pass: ratios are taken to be 1 (GRPO's first pass
+over its data), terms without an advantage (KL) to be nothing. A constant factor between forecasts and what comes is
+learnt (planning/margin.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_hilore.recovery.live import HostCopy
+
+
+class Forecast:
+    """Foreseen sum of |omega| and number of optimised tokens, on their way to the host since the announcement.
+
+    Args:
+        advantages, mask, num_tokens, weights: those of `MicrobatchFacts`.
+    """
+
+    def __init__(self, advantages: Tensor, mask: Tensor, num_tokens: Tensor | float, weights: Tensor | None) -> None:
+        live = mask != 0
+        magnitude = _by_token(advantages.detach().abs().double())
+        if weights is not None:
+            magnitude = magnitude * _by_token(weights.detach().abs().double())
+        exposure = torch.where(live, magnitude, 0.0).sum() / num_tokens
+        self._numbers = HostCopy(torch.stack([exposure.double(), live.sum().double()]))
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading waits for nobody."""
+        return self._numbers.ready
+
+    @property
+    def exposure(self) -> float:
+        return float(self._numbers.get()[0])
+
+    @property
+    def tokens(self) -> int:
+        return int(self._numbers.get()[1])
+
+
+def _by_token(per_row: Tensor) -> Tensor:
+    return per_row[:, None] if per_row.dim() == 1 else per_row
