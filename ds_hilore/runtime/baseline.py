@@ -15,7 +15,8 @@ class BaselineMeter:
     """Follows one update. Runs in the second one, when optimizer state exists.
 
     On CPU the allocator is told to give freed memory back meanwhile, without which resident size means nothing
-    (design fact 20); that slows this one update down.
+    (design fact 20); that slows this one update down. A process that was started so is measured as it is: planned
+    updates will run in the same heap.
     """
 
     def __init__(self, meter: PeakMeter) -> None:
@@ -33,8 +34,10 @@ class BaselineMeter:
         """The first unit of a microbatch is about to run."""
         if self.complete:
             return
-        if self._shape is None and not self._phases and isinstance(self._meter, CpuMeter):
-            self._settings.enter_context(tight_malloc())
+        if self._shape is None and not self._phases:
+            if isinstance(self._meter, CpuMeter) and not self._meter.exact:
+                self._settings.enter_context(tight_malloc())
+            self._meter.settle()
         self._peak = max(self._peak, self._meter.peak_bytes() if self._phases else 0)
         self._shape = shape
         self._meter.reset()

@@ -1,6 +1,8 @@
-"""What a microbatch's advantages tell of its exposure, before any forward pass: ratios are taken to be 1 (GRPO's first pass
-over its data), terms without an advantage (KL) to be nothing. A constant factor between forecasts and what comes is
-learnt (planning/margin.py)."""
+"""What a microbatch's advantages tell of its exposure, before any forward pass.
+
+Ratios are taken to be 1 (GRPO's first pass over its data), terms without an advantage (KL) to be nothing. A constant
+factor between forecasts and what comes is learnt (planning/margin.py).
+"""
 
 from __future__ import annotations
 
