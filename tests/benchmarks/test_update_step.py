@@ -9,14 +9,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 from benchmarks.bench import Bench, relative_error
 from benchmarks.measure import PeakReport, TimeReport, budget_bytes
-from benchmarks.methods import METHODS, NONE, TORCH, actions, kept_layers, plainest, planned_mode
+from benchmarks.methods import LOSSY, METHODS, NONE, TORCH, actions, kept_layers, plainest, planned_mode
 from benchmarks.records import Case, Peak, table
 from benchmarks.selective import POLICIES
 from benchmarks.update_step import counted_share, records
@@ -139,15 +139,13 @@ def _selective_updates(model: Path) -> tuple[dict[str, float], dict[str, list[fl
     return errors, bench.replay_seconds(("torch", "hilore", "products"), updates=1)
 
 
-@pytest.mark.slow
-def test_the_whole_benchmark_on_a_tiny_model(tmp_path: Path) -> None:
-    model = tmp_path / "model"
+def run_benchmark(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The records of a whole benchmark on a tiny model."""
+    model, out = folder / "model", folder / "out.json"
     models.llama(layers=3).save_pretrained(model)
-    out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks.update_step", "--model", model, "--turns", "2", "--threads", "1"]
-    budgets = "phi=0,1.10x,unlimited"
     finished = subprocess.run(
-        [*command, "--budgets", budgets, "--json", out],
+        [*command, *arguments, "--json", out],
         capture_output=True,
         text=True,
         timeout=240,
@@ -155,8 +153,23 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path: Path) -> None:
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    found = json.loads(out.read_text())["records"]
-    assert {record["method"] for record in found} == set(METHODS)
+    records: list[dict[str, Any]] = json.loads(out.read_text())["records"]
+    return records
+
+
+@pytest.mark.slow
+def test_compressing_methods_are_calibrated_and_measured(tmp_path: Path) -> None:
+    found = run_benchmark(tmp_path, "--methods", ",".join(("hilore_exact", *LOSSY)), "--budgets", "unlimited")
+    errors = {record["method"]: record["gradient_error"] for record in found}
+    assert errors.keys() == {"none", "torch", "hilore_exact", *LOSSY}
+    # with memory for everything nothing is gained by compressing
+    assert all(error < 1e-6 for error in errors.values())
+
+
+@pytest.mark.slow
+def test_the_whole_benchmark_on_a_tiny_model(tmp_path: Path) -> None:
+    found = run_benchmark(tmp_path, "--budgets", "phi=0,1.10x,unlimited")
+    assert {record["method"] for record in found} == set(METHODS) - set(LOSSY)
     assert all(record["gradient_error"] < 1e-6 for record in found)
     exact = {r["budget"]: r for r in found if r["method"] == "hilore_exact"}
     assert set(exact) == {"phi=0", "1.10x", "unlimited"}
