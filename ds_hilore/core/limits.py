@@ -17,7 +17,9 @@ class Limit:
 
 #: Limits that no key of a JSON switches on.
 _IN_CODE = (
-    Limit("Approximation (compression of saved state)", "comes later; every action is exact until then"),
+    Limit("Compression in a pipeline, or in backwards not through engine.backward", "none needed: exact actions"),
+    Limit("Compression of units that save what the data decides (experts)", "none needed: exact actions"),
+    Limit("Offload of saved state to the host; the paper's own planner (mode paper)", "they come later"),
     Limit("memory_budget of less than the peak of recomputing everything", "a larger budget; ZeRO-3 or its offload"),
     Limit("torch.compile around a unit, engine.compile(), compiled autograd", "compile inside the units"),
     Limit("Domino layers", "ordinary layers with ZeRO"),
