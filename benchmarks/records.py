@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from ds_hilore.memory.meter import WANDER_BYTES
+
 
 @dataclass(frozen=True)
 class Case:
@@ -95,14 +97,14 @@ def table(records: Iterable[Record], title: str) -> Table:
 
 
 def is_over(record: Record, floor_bytes: int) -> bool:
-    """Whether an update took more than its budget, for reasons of its own: what the process holds before the forward,
-    and by how much that has grown since the budget was taken, is no method's doing.
+    """Whether an update took more than its budget, for reasons of its own: by how much what the process holds before the
+    forward has grown since the budget was taken is no method's doing, nor is by how much equal updates differ.
 
     Args:
         floor_bytes: what was resident before the update that budgets refer to (torch's checkpointing).
     """
     risen = max(0, record.floor_bytes - floor_bytes)
-    return record.budget_bytes is not None and record.peak_bytes - risen > record.budget_bytes
+    return record.budget_bytes is not None and record.peak_bytes - risen - WANDER_BYTES > record.budget_bytes
 
 
 def prediction(record: Record) -> str:

@@ -17,7 +17,7 @@ from ds_hilore.memory.glibc import started_tight, trim
 
 _PROC = Path("/proc")
 #: Pages of a CPU process that come and go between equal updates: the interpreter's, and those of small allocations.
-WANDER_BYTES = 1 << 20
+WANDER_BYTES = 2 << 20
 _RESET_PEAK = "5"  # what clear_refs wants in order to set VmHWM back to VmRSS (Linux, proc(5))
 
 
