@@ -97,8 +97,10 @@ def table(records: Iterable[Record], title: str) -> Table:
 
 
 def is_over(record: Record, floor_bytes: int) -> bool:
-    """Whether an update took more than its budget, for reasons of its own: by how much what the process holds before the
-    forward has grown since the budget was taken is no method's doing, nor is by how much equal updates differ.
+    """Whether an update took more than its budget, for reasons of its own.
+
+    By how much the level before the forward has risen since the budget was taken is no method's doing, nor is by how
+    much equal updates differ.
 
     Args:
         floor_bytes: what was resident before the update that budgets refer to (torch's checkpointing).
