@@ -26,8 +26,9 @@ from tests.ranks import RankPool
 HERE = "tests.integration.test_budget_kept"
 LARGEST = (8, 160)
 UPDATES = 50
-#: Of a budget: by how much the level of one and the same process state wanders (pages of the heap that are used again).
-NOISE = 0.0
+#: Of a budget: by how much the level of one and the same process state wanders (pages of the heap that are used again)
+#: beyond the room that plans leave for that. On a machine with nothing else to do all peaks are within the budget.
+NOISE = 0.005
 #: Part of what storing everything adds to all-R's peak at the largest shape, by rank.
 HEADROOM = (0.3, 0.8)
 

@@ -514,7 +514,8 @@ def test_metrics_reach_the_monitor(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(f"{HERE}:monitored", folder=str(tmp_path)) == [2, 2]
     files = {path.name: path.read_text().splitlines() for path in (tmp_path / "job").glob("*hilore*")}
     stem = "Train_hilore_{}.csv"
-    names = ["stored_units", "replayed_units", "saved_seconds", "predicted_peak_bytes", "budget_bytes"]
+    units = ["stored_units", "compressed_units", "replayed_units"]
+    names = [*units, "saved_seconds", "predicted_peak_bytes", "budget_bytes"]
     assert sorted(files) == sorted(stem.format(name) for name in names)
     rows = files[stem.format("stored_units")]
     assert [row.split(",")[1] for row in rows[1:]] == ["2", "2"]  # once per update, by rank 0 alone
