@@ -13,6 +13,7 @@ from ds_hilore.core.treatment import Treatment
 from ds_hilore.core.types import Action, UnitId
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
+from tests import models
 
 H, R = Action.STORE, Action.RECOMPUTE
 Gradients = dict[str, Tensor]
@@ -58,6 +59,21 @@ class Host:
         self.calls.clear()
         value.backward()
         return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+
+
+def small_loss(model: nn.Module, rows: int = 2, tokens: int = 16) -> Tensor:
+    """Of one and the same random batch."""
+    return models.plain_loss(model, *models.batch(3, rows=rows, tokens=tokens))
+
+
+def adapted(family: str, adapters: str) -> nn.Module:
+    """A tiny model: "full" trains all of it; "lora", "lora-dropout" and "dora" adapters on its projections."""
+    model = models.FAMILIES[family]()
+    if adapters == "full":
+        return model
+    dropout = 0.1 if adapters == "lora-dropout" else 0.0
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if family in ("mixtral", "qwen3_next") else "all"
+    return models.lora(model, targets, lora_dropout=dropout, use_dora=adapters == "dora")
 
 
 def _pretrained(model: nn.Module) -> Any:

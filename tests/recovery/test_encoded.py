@@ -13,7 +13,7 @@ from ds_hilore.core.types import Action
 from ds_hilore.recovery.encoded import Encoded
 from ds_hilore.recovery.unit import UnitCall
 from tests import models
-from tests.recovery.plans import H, Host, R, differences
+from tests.recovery.plans import H, Host, R, adapted, differences, small_loss
 
 ALL = ("attention_out", "attention_qk", "attention_v", "mlp", "residual")
 #: Families whose MLPs have an activation of their own and whose attention is torch's.
@@ -22,17 +22,6 @@ DENSE = ("gemma3", "gpt_neox", "llama", "phi3", "qwen2")
 
 def everything(codec: str) -> Treatment:
     return Treatment(Action.COMPRESS, codecs=tuple((group, codec) for group in ALL))
-
-
-def _loss(model: nn.Module) -> Tensor:
-    return models.plain_loss(model, *models.batch(3, rows=2, tokens=16))
-
-
-def _adapted(family: str) -> nn.Module:
-    model = models.FAMILIES[family]()
-    return (
-        models.lora(model, ["q_proj", "v_proj"]) if family in ("mixtral", "qwen3_next") else models.lora(model, "all")
-    )
 
 
 def _error(exact: dict[str, Tensor], found: dict[str, Tensor]) -> float:
@@ -44,7 +33,7 @@ def looking(host: Host, look: Callable[[UnitCall], None]) -> Callable[[nn.Module
     """The loss, with a look at every call between forward and backward."""
 
     def loss(model: nn.Module) -> Tensor:
-        value = _loss(model)
+        value = small_loss(model)
         for call in host.calls:
             look(call)
         return value
@@ -54,9 +43,9 @@ def looking(host: Host, look: Callable[[UnitCall], None]) -> Callable[[nn.Module
 
 @pytest.mark.parametrize("family", sorted(models.FAMILIES))
 def test_errors_are_as_small_as_the_codec(family: str) -> None:
-    host = Host(_adapted(family))
-    exact = host.gradients(_loss, None)
-    errors = [_error(exact, host.gradients(_loss, (everything(codec),))) for codec in ("bf16", "int8")]
+    host = Host(adapted(family, "lora"))
+    exact = host.gradients(small_loss, None)
+    errors = [_error(exact, host.gradients(small_loss, (everything(codec),))) for codec in ("bf16", "int8")]
     assert all(error < 0.05 for error in errors)
     if family in DENSE:
         assert all(error > 0 for error in errors), "nothing was encoded"
@@ -64,7 +53,7 @@ def test_errors_are_as_small_as_the_codec(family: str) -> None:
 
 @pytest.mark.parametrize("family", DENSE)
 def test_which_state_is_encoded(family: str) -> None:
-    host = Host(_adapted(family))
+    host = Host(adapted(family, "lora"))
     groups: set[str] = set()
     wrong: list[str] = []
 
@@ -93,7 +82,7 @@ def test_a_llama_layer_by_group() -> None:
 
 def test_only_the_named_groups_are_touched() -> None:
     host = Host(models.lora(models.llama(layers=2), "all"))
-    exact = host.gradients(_loss, None)
+    exact = host.gradients(small_loss, None)
     found: list[str] = []
     look = looking(host, lambda call: found.extend(s.group for s in call.statistics))
     gradients = host.gradients(look, (Treatment.parse("L:mlp=int8"), R))
@@ -118,17 +107,17 @@ def test_less_is_held() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_compressing_after_forward_is_compressing_in_forward(family: str) -> None:
-    host = Host(_adapted(family))
+    host = Host(adapted(family, "lora"))
     treatment = everything("int8")
-    at_once = host.gradients(_loss, (treatment,))
+    at_once = host.gradients(small_loss, (treatment,))
     afterwards = host.gradients(looking(host, lambda call: call.compress(treatment)), (H,))
     assert differences(at_once, afterwards) == []
 
 
 def test_what_was_compressed_can_still_be_replayed_exactly() -> None:
-    host = Host(_adapted("llama"))
-    plain = host.gradients(_loss, None)
-    assert differences(plain, host.gradients(_loss, (everything("int8"),), drop=True)) == []
+    host = Host(adapted("llama", "lora"))
+    plain = host.gradients(small_loss, None)
+    assert differences(plain, host.gradients(small_loss, (everything("int8"),), drop=True)) == []
 
 
 def test_outputs_and_random_numbers_are_those_of_the_plain_model() -> None:
@@ -138,7 +127,7 @@ def test_outputs_and_random_numbers_are_those_of_the_plain_model() -> None:
     values: list[Tensor] = []
 
     def loss(model: nn.Module) -> Tensor:
-        value = _loss(model)
+        value = small_loss(model)
         values.append(value.detach())
         after.append(torch.get_rng_state())
         return value
@@ -153,7 +142,7 @@ def test_a_second_backward_decodes_again() -> None:
     host = Host(model)
 
     def twice(model: nn.Module) -> Tensor:
-        value = _loss(model)
+        value = small_loss(model)
         value.backward(retain_graph=True)
         twice.first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}  # type: ignore
         model.zero_grad()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ds_hilore.core.types import Action
 from tests import models
-from tests.recovery.plans import H, Host, R, differences
+from tests.recovery.plans import H, Host, R, adapted, differences, small_loss
 
 PLANS = {"all-R": (R,), "all-H": (H,), "mixed": (H, R), "mixed-other": (R, R, H)}
 #: Skipped calls that fact 14 of the design names, as paths below the unit.
@@ -24,56 +24,43 @@ DEAD = {
 }
 
 
-def _loss(model: nn.Module, rows: int = 2, tokens: int = 16) -> Tensor:
-    return models.plain_loss(model, *models.batch(3, rows=rows, tokens=tokens))
-
-
-def _build(family: str, adapters: str) -> nn.Module:
-    model = models.FAMILIES[family]()
-    if adapters == "full":
-        return model
-    dropout = 0.1 if adapters == "lora-dropout" else 0.0
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if family in ("mixtral", "qwen3_next") else "all"
-    return models.lora(model, targets, lora_dropout=dropout, use_dora=adapters == "dora")
-
-
 @pytest.mark.parametrize("adapters", ["full", "lora", "lora-dropout", "dora"])
 @pytest.mark.parametrize("family", sorted(models.FAMILIES))
 def test_every_plan_gives_the_plain_gradients(family: str, adapters: str) -> None:
-    host = Host(_build(family, adapters))
-    plain = host.gradients(_loss, None)
-    assert differences(plain, host.gradients(_loss, None)) == [], "the model itself is not deterministic"
+    host = Host(adapted(family, adapters))
+    plain = host.gradients(small_loss, None)
+    assert differences(plain, host.gradients(small_loss, None)) == [], "the model itself is not deterministic"
     for name, plan in PLANS.items():
-        assert differences(plain, host.gradients(_loss, plan)) == [], name
-    assert differences(plain, host.gradients(_loss, (H,), drop=True)) == [], "stored, then dropped"
+        assert differences(plain, host.gradients(small_loss, plan)) == [], name
+    assert differences(plain, host.gradients(small_loss, (H,), drop=True)) == [], "stored, then dropped"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_replays_that_hold_all_they_save(family: str) -> None:
-    host = Host(_build(family, "lora"))
-    plain = host.gradients(_loss, None)
+    host = Host(adapted(family, "lora"))
+    plain = host.gradients(small_loss, None)
     host.context.lean_replay = False
     for name in ("all-R", "mixed"):
-        assert differences(plain, host.gradients(_loss, PLANS[name])) == [], name
+        assert differences(plain, host.gradients(small_loss, PLANS[name])) == [], name
 
 
 @pytest.mark.parametrize("family", sorted(DEAD))
 def test_dead_work_is_found_where_it_is_known(family: str) -> None:
-    host = Host(_build(family, "lora"))
-    host.gradients(_loss, (R,))
+    host = Host(adapted(family, "lora"))
+    host.gradients(small_loss, (R,))
     found = {site.module for sites in host.context.dead_work.proven.values() for site in sites}
     assert found == DEAD[family]
 
 
 def test_dead_work_is_not_run_in_replay() -> None:
-    model = _build("llama", "lora")
+    model = adapted("llama", "lora")
     host = Host(model)
     rows: list[int] = []
     projections = [m for n, m in model.named_modules() if n.endswith("down_proj.base_layer")]
-    host.gradients(_loss, (R,))  # proves
+    host.gradients(small_loss, (R,))  # proves
     for projection in projections:
         projection.register_forward_hook(lambda module, args, output: rows.append(args[0].shape[-2]))
-    host.gradients(_loss, (R,))
+    host.gradients(small_loss, (R,))
     replayed = rows[len(projections) :]
     assert rows[: len(projections)] == [16] * len(projections)
     assert replayed == [0] * len(projections)
@@ -82,19 +69,19 @@ def test_dead_work_is_not_run_in_replay() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma3"])
 def test_other_precisions(family: str, dtype: torch.dtype) -> None:
-    host = Host(_build(family, "lora").to(dtype))
-    plain = host.gradients(_loss, None)
+    host = Host(adapted(family, "lora").to(dtype))
+    plain = host.gradients(small_loss, None)
     for name, plan in PLANS.items():
-        assert differences(plain, host.gradients(_loss, plan)) == [], name
+        assert differences(plain, host.gradients(small_loss, plan)) == [], name
 
 
 @pytest.mark.parametrize("adapters", ["full", "lora"])
 def test_under_autocast(adapters: str) -> None:
     def loss(model: nn.Module) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return _loss(model)
+            return small_loss(model)
 
-    host = Host(_build("llama", adapters))
+    host = Host(adapted("llama", adapters))
     plain = host.gradients(loss, None)
     for name, plan in PLANS.items():
         assert differences(plain, host.gradients(loss, plan)) == [], name
@@ -115,29 +102,29 @@ def test_eager_attention_with_padding_mask() -> None:
 
 
 def test_shapes_may_change_from_call_to_call() -> None:
-    host = Host(_build("llama", "lora"))
+    host = Host(adapted("llama", "lora"))
     for rows, tokens in ((1, 5), (3, 16), (2, 33)):
-        loss: Callable[[nn.Module], Tensor] = partial(_loss, rows=rows, tokens=tokens)
+        loss: Callable[[nn.Module], Tensor] = partial(small_loss, rows=rows, tokens=tokens)
         plain = host.gradients(loss, None)
         for plan in PLANS.values():
             assert differences(plain, host.gradients(loss, plan)) == []
 
 
 def test_all_recipes_of_a_llama_layer_are_proven() -> None:
-    host = Host(_build("llama", "lora"))
-    host.gradients(_loss, (H,))
+    host = Host(adapted("llama", "lora"))
+    host.gradients(small_loss, (H,))
     assert host.context.proofs.rejected() == 0
     assert len(host.context.proofs.proven) >= 10
 
 
 def _held_floats_per_token(adapters: str, family: str = "llama") -> tuple[float, float]:
     """(plain, ours) floats per token that one layer of width 64 saves, parameters and inputs left out of neither."""
-    model = _build(family, adapters)
+    model = adapted(family, adapters)
     host = Host(model)
     host.actions = (Action.STORE,)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=host.checkpoint)  # type: ignore[operator]
-    _keep = _loss(model, tokens=128)
+    _keep = small_loss(model, tokens=128)
     ours = sum(host.calls[1].held_storages().values())
     plain: dict[int, int] = {}
     base._set_gradient_checkpointing(enable=False)  # type: ignore[operator]
@@ -155,7 +142,7 @@ def _held_floats_per_token(adapters: str, family: str = "llama") -> tuple[float,
             return original(*args, **kwargs)
 
     layer.forward = watched  # type: ignore[method-assign]
-    _keep_too = _loss(model, tokens=128)
+    _keep_too = small_loss(model, tokens=128)
     return sum(plain.values()) / 4 / 256, ours / 4 / 256
 
 

@@ -12,16 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hilore.core.errors import StateChanged
 from ds_hilore.core.treatment import Treatment
-from ds_hilore.recovery.operators import OPERATORS
+from ds_hilore.recovery.operators import is_operator
 from tests import models
-from tests.recovery.plans import H, Host, R, differences
+from tests.recovery.plans import H, Host, R, differences, small_loss
 from tests.recovery.units import Units, gradients
 
 KEEPING = Treatment.parse("R:attention")
-
-
-def _loss(model: nn.Module) -> Tensor:
-    return models.plain_loss(model, *models.batch(3, rows=2, tokens=16))
 
 
 class _Count(TorchDispatchMode):
@@ -32,7 +28,7 @@ class _Count(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in OPERATORS["attention"]:
+        if is_operator(func, "attention"):
             self.calls["attention"] += 1
         return func(*args, **(kwargs or {}))
 
@@ -44,18 +40,18 @@ def test_gradients_are_the_plain_ones(family: str) -> None:
         models.lora(model, ["q_proj", "v_proj"]) if family in ("mixtral", "qwen3_next") else models.lora(model, "all")
     )
     host = Host(adapted)
-    plain = host.gradients(_loss, None)
+    plain = host.gradients(small_loss, None)
     for plan in ((KEEPING,), (KEEPING, H), (R, KEEPING)):
-        assert differences(plain, host.gradients(_loss, plan)) == []
-    assert differences(plain, host.gradients(_loss, (KEEPING,), drop=True)) == [], "kept, then dropped"
+        assert differences(plain, host.gradients(small_loss, plan)) == []
+    assert differences(plain, host.gradients(small_loss, (KEEPING,), drop=True)) == [], "kept, then dropped"
 
 
 def test_replays_do_not_run_the_kernel() -> None:
     host = Host(models.llama(layers=3))
-    host.gradients(_loss, (R,))  # finds dead work, by replays of its own
+    host.gradients(small_loss, (R,))  # finds dead work, by replays of its own
     for plan, calls in (((R,), 6), ((KEEPING,), 3), ((Treatment.parse("H:attention"),), 3)):
         with _Count() as count:
-            host.gradients(_loss, plan)
+            host.gradients(small_loss, plan)
         assert count.calls["attention"] == calls, plan
 
 
@@ -67,7 +63,7 @@ def test_kept_outputs_are_held_and_accounted() -> None:
         seen: list[int] = []
 
         def look(model: nn.Module, seen: list[int] = seen) -> Tensor:
-            loss = _loss(model)
+            loss = small_loss(model)
             seen.append(sum(host.calls[0].held_storages().values()))
             return loss
 
