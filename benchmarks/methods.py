@@ -167,6 +167,6 @@ def plainest(case: Case, layers: int) -> Case:
 
 def actions(case: Case, layers: int) -> str:
     """One letter per layer of a method that knows nothing of hilore: H kept, S kept in part by a policy, R replayed."""
-    letter = "S" if case.method == SELECTIVE else "H"
+    chosen = "S" if case.method == SELECTIVE else "H"
     kept = range(layers) if case.method == NONE.method else case.kept
-    return "".join(letter if layer in kept else "R" for layer in range(layers))
+    return "".join(chosen if layer in kept else "R" for layer in range(layers))

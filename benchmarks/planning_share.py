@@ -57,14 +57,14 @@ def shares(bench: Bench, updates: int) -> dict[str, list[float]]:
     for name in ("prepare", "decide", "note_floor", "note_peaks"):
         stopwatch.watch(hilore.parts.planner, name)
     stopwatch.watch(hilore.measurements, "profiles")
-    case = Case("hilore_exact", BUDGET, int(1.1 * hilore.learning.baseline.result().peak_bytes))
+    budget_bytes = int(1.1 * hilore.learning.baseline.result().peak_bytes)
     found: dict[str, list[float]] = {"new budget": [], "same budget": []}
     for turn in range(updates):
-        for kind, shift in (("new budget", turn + 1), ("same budget", turn + 1)):
-            budget = (case.budget_bytes or 0) + (shift << 20)
+        case = Case("hilore_exact", BUDGET, budget_bytes + (turn + 1 << 20))
+        for shares_of_kind in found.values():  # the first update of a budget, and one more
             stopwatch.take()
-            seconds = bench.update(Case(case.method, BUDGET, budget))
-            found[kind].append(stopwatch.take() / seconds)
+            seconds = bench.update(case)
+            shares_of_kind.append(stopwatch.take() / seconds)
     return found
 
 

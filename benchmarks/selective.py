@@ -18,17 +18,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.subject import LORA_RANK
+from ds_hilore.recovery.operators import is_operator
 
 _aten = torch.ops.aten
-_ATTENTION = frozenset(
-    getattr(_aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-)
 
 
 class Role(enum.Enum):
@@ -106,7 +98,7 @@ class _Pass:
 
     def role(self, operator: Any, args: tuple[Any, ...]) -> Role | None:
         """The role of the operator that comes next; None for cheap ones."""
-        if operator in _ATTENTION:
+        if is_operator(operator, "attention"):
             self._attended = True
             return Role.ATTENTION
         if operator is _aten.bmm.default:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.treatment import REPLAYED, Treatment
 from ds_hilore.core.types import UnitId
-from ds_hilore.integration.exact_gradient import release_gathered
+from ds_hilore.integration.exact_gradient import by_name, release_gathered, trainable
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.surroundings import Surroundings
 from ds_hilore.recovery.unit import UnitCall, inside_unit
@@ -98,7 +98,7 @@ def gradients_of(
     """
     if not recorded.complete:
         raise UsageError("this microbatch has had no backward: nothing is known of the gradient at its outputs")
-    chosen = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    chosen = trainable(engine.module)
     units = _Units(controller, treatments)
     try:
         with ExitStack() as stack:
@@ -119,10 +119,7 @@ def gradients_of(
         )
     finally:
         release_gathered(engine)
-    return {
-        name: torch.zeros(getattr(p, "ds_shape", p.shape), dtype=p.dtype, device=p.device) if g is None else g.detach()
-        for (name, p), g in zip(chosen.items(), found, strict=True)
-    }
+    return by_name(chosen, found)
 
 
 class _Units:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -46,25 +46,35 @@ def exact_gradients(
         found = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True)
     finally:
         release_gathered(engine)
-    gradients = {
-        name: _zeros(parameter) if gradient is None else gradient.detach()
-        for (name, parameter), gradient in zip(chosen.items(), found, strict=True)
-    }
+    gradients = by_name(chosen, found)
     return averaged(engine, gradients) if reduce else gradients
 
 
 def _choose(module: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Parameter]:
-    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    known = trainable(module)
     if names is None:
-        return trainable
+        return known
     wanted = list(names)
-    unknown = [name for name in wanted if name not in trainable]
+    unknown = [name for name in wanted if name not in known]
     if unknown:
         raise UsageError(
             f"exact_gradients: {unknown[:3]} are not trainable parameters of {type(module).__name__}; "
             "give names as in engine.module.named_parameters()"
         )
-    return {name: trainable[name] for name in wanted}
+    return {name: known[name] for name in wanted}
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that get a gradient, by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def by_name(parameters: Mapping[str, nn.Parameter], found: Iterable[Tensor | None]) -> dict[str, Tensor]:
+    """Whole gradients in the order of `parameters`; zeros of the parameter's full shape where one got none."""
+    return {
+        name: _zeros(parameter) if gradient is None else gradient.detach()
+        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
+    }
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:

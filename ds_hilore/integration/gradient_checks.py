@@ -55,7 +55,6 @@ class Audit:
     update: int
     predicted: float
     measured: float
-    seconds: float
 
 
 class GradientChecks:
@@ -93,11 +92,12 @@ class GradientChecks:
     @property
     def auditing(self) -> bool:
         interval = self._rules.audit_interval
-        return self._done and interval > 0 and self._controller.update % interval == 0 and bool(self._norm)
-
-    @property
-    def _norm(self) -> float:
-        return self._controller.learning.risk.norm
+        return (
+            self._done
+            and interval > 0
+            and self._controller.update % interval == 0
+            and self._controller.learning.risk.active
+        )
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -219,12 +219,13 @@ class GradientChecks:
         norm = math.sqrt(reference)
         self.seconds += time.perf_counter() - started
         if norm > 0:
-            audit = Audit(self._controller.update, math.sqrt(predicted) / norm, math.sqrt(square) / norm, self.seconds)
+            audit = Audit(self._controller.update, math.sqrt(predicted) / norm, math.sqrt(square) / norm)
             self.audits.append(audit)
             self.calibration.note_audit(audit.predicted, audit.measured)
             self._controller.learning.risk.correction = 1.0 / self.calibration.coherence
             if self._plane.rank == 0:
-                _log.info("hilore: audit of update %d: error %.2e, predicted %.2e", *_brief(audit))
+                said = "hilore: audit of update %d: error %.2e, predicted %.2e"
+                _log.info(said, audit.update, audit.measured, audit.predicted)
 
 
 def reduced_gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
@@ -233,10 +234,6 @@ def reduced_gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
 
     found: Tensor | None = safe_get_full_grad(parameter) if engine.zero_optimization_stage() else parameter.grad
     return found
-
-
-def _brief(audit: Audit) -> tuple[int, float, float]:
-    return audit.update, audit.measured, audit.predicted
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

@@ -10,25 +10,18 @@ import math
 from collections import Counter
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ds_hilore.core.types import UnitId
 from ds_hilore.profiling.calibrate import Calibration, Cost, Judgement, Observation, Place
 from ds_hilore.profiling.coherence import Coherence
+from ds_hilore.profiling.strict import Count, Strict, Text
 
 LARGEST = 1e18  # what is larger is no measurement
 
 Name = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
-Text = Annotated[str, Field(max_length=512)]
-Count = Annotated[int, Field(ge=0, le=1 << 60)]
 Amount = Annotated[float, Field(ge=0, le=LARGEST)]
 Square = Annotated[float, Field(ge=0, le=Coherence.MEMORY * LARGEST**2 * 1.001)]
-
-
-class Strict(BaseModel):
-    """No unknown keys, no conversion of types, no NaN or infinity."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class StoredVisit(Strict):

@@ -9,23 +9,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ds_hilore.core.types import UnitId
 from ds_hilore.profiling.fit import BytesFit, Observation, Rate, SecondsFit
 from ds_hilore.profiling.measure import RECOMPUTE, ClassFits, Measurements, Relation
+from ds_hilore.profiling.strict import Count, Strict, Text
 from ds_hilore.profiling.variants import StateFits
 
-Text = Annotated[str, Field(max_length=512)]
-Count = Annotated[int, Field(ge=0, le=1 << 60)]
 Amount = Annotated[float, Field(ge=0, le=1e18)]
 Size = Annotated[float, Field(ge=1, le=1e15)]
-
-
-class Strict(BaseModel):
-    """No unknown keys, no conversion of types, no NaN or infinity."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ds_hilore.recovery.bundle import Handle, Kept, raw_saved
 
@@ -133,5 +133,4 @@ def _nodes(outputs: Iterable[Tensor], ends: set[Any]) -> Iterator[Any]:
 
 def tensors_in(result: Any) -> list[Tensor]:
     """Tensors of a unit's result."""
-    leaves, _ = torch.utils._pytree.tree_flatten(result)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -37,6 +37,11 @@ OPERATORS: dict[str, frozenset[str]] = {
 }
 
 
+def is_operator(func: Any, name: str) -> bool:
+    """Whether an operator of torch's dispatcher is one of `OPERATORS[name]`."""
+    return func._schema.name in OPERATORS[name]
+
+
 class OutputTape:
     """Outputs of the operators `names` in one unit call, in the order of their calls.
 
@@ -51,7 +56,7 @@ class OutputTape:
         self, names: tuple[str, ...], around: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
         self.around = around
-        self._schemas = frozenset().union(*[OPERATORS[name] for name in names])
+        self._names = names
         self.outputs: list[Any] = []
 
     @contextmanager
@@ -71,7 +76,7 @@ class OutputTape:
 
     def keeps(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether outputs of this call are kept."""
-        return func._schema.name in self._schemas and _dropout(func, args, kwargs) == 0.0
+        return any(is_operator(func, name) for name in self._names) and _dropout(func, args, kwargs) == 0.0
 
     def held(self) -> list[Tensor]:
         """Every tensor that is kept."""

@@ -226,10 +226,8 @@ class UnitCall:
     def drop(self) -> None:
         """Store or compress becomes recompute (R4): frees the state at once, what stays are the inputs. Recompute
         lets go of kept outputs."""
-        for reference in self._handles:
-            handle = reference()
-            if handle is not None:
-                handle.value = None
+        for handle in self._alive():
+            handle.value = None
         self._handles.clear()
         self.outputs = None
         self.treatment = REPLAYED

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_hilore.recovery.live import HostCopy
+from ds_hilore.runtime.liveness import by_token
 
 
 class Forecast:
@@ -21,9 +22,9 @@ class Forecast:
 
     def __init__(self, advantages: Tensor, mask: Tensor, num_tokens: Tensor | float, weights: Tensor | None) -> None:
         live = mask != 0
-        magnitude = _by_token(advantages.detach().abs().double())
+        magnitude = by_token(advantages.detach().abs().double())
         if weights is not None:
-            magnitude = magnitude * _by_token(weights.detach().abs().double())
+            magnitude = magnitude * by_token(weights.detach().abs().double())
         exposure = torch.where(live, magnitude, 0.0).sum() / num_tokens
         self._numbers = HostCopy(torch.stack([exposure.double(), live.sum().double()]))
 
@@ -39,7 +40,3 @@ class Forecast:
     @property
     def tokens(self) -> int:
         return int(self._numbers.get()[1])
-
-
-def _by_token(per_row: Tensor) -> Tensor:
-    return per_row[:, None] if per_row.dim() == 1 else per_row

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,6 @@ class Learning:
         measurements: what was found of the units.
         in_flight: most microbatches whose state was held at once.
         known: the measurements were those of an earlier run before the first microbatch.
-        predicted_error: relative gradient error foreseen for the newest update on this rank.
         prize: what there is to win on this rank, once the first plan is made.
         learnt: told of the measurements once they are complete.
         risk: this rank's account of gradient error.
@@ -57,7 +56,6 @@ class Learning:
         self.in_flight = 1
         self.known = False
         self.prize: Prize | None = None
-        self.predicted_error = 0.0
         self.learnt: Callable[[Measurements], object] = lambda measurements: None
         self.baseline = BaselineMeter(parts.meter)
         self.risk = RiskKeeper(parts.risk)
@@ -147,16 +145,16 @@ class Learning:
         elif self.stage is Stage.PLANNED and self.in_flight <= 1 and not batch.prunes:
             self._watch.begin(shape)
 
-    @contextmanager
-    def around(self, unit: UnitId, treatment: Treatment, inputs: UnitInputs) -> Iterator[None]:
+    def around(self, unit: UnitId, treatment: Treatment, inputs: UnitInputs) -> AbstractContextManager[None]:
         """Around the forward of a unit."""
         if self.stage is Stage.TRIAL:
-            with self._trial.forward_of(unit, treatment, inputs.shape):
-                yield
-            return
+            return self._trial.forward_of(unit, treatment, inputs.shape)
+        return self._measured_forward() if self.stage is Stage.MEASURE_R else nullcontext()
+
+    @contextmanager
+    def _measured_forward(self) -> Iterator[None]:
         yield
-        if self.stage is Stage.MEASURE_R:
-            self.baseline.unit_ran()
+        self.baseline.unit_ran()
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -223,7 +221,7 @@ class Learning:
     def end_update(self, forced: bool, gradient_norm: float | None = None) -> None:
         """The optimizer has stepped on a reduced gradient of this norm (None: not known)."""
         self._parts.clock.collect()
-        self.predicted_error = self.risk.end_update(gradient_norm)
+        self.risk.end_update(gradient_norm)
         if self.stage is Stage.MEASURE_R and not forced and self.measurements.roster:
             self.baseline.step_done()
             if self.baseline.complete:

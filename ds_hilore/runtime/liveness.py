@@ -22,9 +22,9 @@ class ExpectedLengths:
 
     def __init__(self, advantages: Tensor, mask: Tensor, weights: Tensor | None) -> None:
         optimised = mask != 0
-        policy = optimised & _by_token(advantages != 0, mask)
+        policy = optimised & by_token(advantages != 0)
         if weights is not None:
-            policy = policy & _by_token(weights != 0, mask)
+            policy = policy & by_token(weights != 0)
         self.columns = mask.shape[1]
         self._lengths = HostCopy(torch.stack([_last(policy), _last(optimised)]))
 
@@ -49,8 +49,9 @@ class ExpectedLengths:
         return sum(prompt + length for length in lengths if length) / max(1, shape.tokens)
 
 
-def _by_token(per_row: Tensor, mask: Tensor) -> Tensor:
-    return per_row[:, None] if per_row.dim() == 1 and mask.dim() == 2 else per_row
+def by_token(per_row: Tensor) -> Tensor:
+    """What is given as [B], [B, 1] or [B, T], in a form that goes with a mask [B, T]."""
+    return per_row[:, None] if per_row.dim() == 1 else per_row
 
 
 def _last(live: Tensor) -> Tensor:
