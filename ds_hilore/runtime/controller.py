@@ -219,7 +219,8 @@ class Controller:
             batch.plan = self._forced
         else:
             batch.plan = self.learning.choose(batch, shape)
-        self.pruner.begin(batch, measuring=not self.learning.settled and self._forced is None)
+        # What is measured, and the trial that compares with it, are of unpruned replays.
+        self.pruner.begin(batch, measuring=self.stage is not Stage.PLANNED and self._forced is None)
         if self._forced is None:
             self.learning.begin(batch, shape, measured=self.update > 0)  # the first update makes optimizer state
 

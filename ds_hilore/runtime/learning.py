@@ -139,7 +139,7 @@ class Learning:
             self._started = self._parts.clock.start()
             if measured:
                 self.baseline.begin(shape)
-        elif self.stage is Stage.TRIAL and not batch.prunes:
+        elif self.stage is Stage.TRIAL:
             self._context.watch = self._trial.unpacked
             self._trial.begin(shape)
         elif self.stage is Stage.PLANNED and self.in_flight <= 1 and not batch.prunes:

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from ds_hilore.core.types import Action
+from ds_hilore.recovery.roles import Role, UnitRoles
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.parts import Stage
 from ds_hilore.runtime.trial import PATTERN
+from ds_hilore.runtime.update import MicrobatchFacts
 from tests.runtime.rig import Rig, planner, same
 
 TURNS = 6
@@ -43,14 +46,21 @@ class ScriptedClock:
             receive(seconds)
 
 
-def in_trial(seconds: Callable[[Controller, bool], float], classes: tuple[str, ...] = (), late: bool = False) -> Rig:
+def in_trial(
+    seconds: Callable[[Controller, bool], float], classes: tuple[str, ...] = (), late: bool = False, **parts: Any
+) -> Rig:
     clock = ScriptedClock(seconds, late)
-    rig = Rig(classes=classes, planner=planner(100.0), clock=clock, trial_microbatches=TURNS)
+    rig = Rig(classes=classes, planner=planner(100.0), clock=clock, trial_microbatches=TURNS, **parts)
     clock.controller = rig.controller
     while rig.controller.stage is not Stage.TRIAL:
         rig.update()
         rig.gradients()
     return rig
+
+
+def announced(rig: Rig) -> None:
+    """Says of the next microbatch that one of its two rows is dead."""
+    rig.controller.announce_microbatch(MicrobatchFacts(torch.tensor([1.0, 0.0]), torch.ones(2, 3), 3))
 
 
 def finish(rig: Rig, **shape: int) -> list[str]:
@@ -81,6 +91,21 @@ def test_turns_then_plans(late: bool) -> None:
     assert finish(rig) == expected
     rig.update()
     assert rig.actions == "HHH" and not rig.controller.measurements.struck
+
+
+def test_dead_rows_in_every_microbatch_do_not_hold_it_up() -> None:
+    """Turns are of unpruned replays: a trial that waited for a microbatch without dead rows would wait for ever."""
+    rig = in_trial(cheaper_when_stored, roles=lambda _: UnitRoles({"x": Role.HIDDEN}))
+    seen = []
+    while rig.controller.stage is Stage.TRIAL and len(seen) < TURNS:
+        announced(rig)
+        rig.update()
+        assert same(rig.gradients(), rig.expected(rig.plain())) and not rig.controller.microbatch.prunes
+        seen.append(rig.actions)
+    assert rig.controller.stage is Stage.PLANNED and {"RRR", "HHH"} == set(seen)
+    announced(rig)
+    rig.forward()
+    assert rig.controller.microbatch.prunes
 
 
 def test_a_joint_plan_that_is_slower_gives_way_to_all_r() -> None:
