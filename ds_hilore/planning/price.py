@@ -87,7 +87,8 @@ def cost_of(risk: float, exposure: float, linear: bool = False) -> float:
     """Risk cost of a plan whose risk at exposure 1 is `risk`: (risk * exposure)^2, or not squared in paper mode."""
     if risk == 0:
         return 0.0
-    return risk * exposure if linear else (risk * exposure) ** 2
+    scaled = risk * exposure
+    return scaled if linear else scaled * scaled  # a power of a float raises where a product is infinite
 
 
 def reach_of(granted: float, exposure: float, linear: bool = False) -> float:

@@ -6,6 +6,8 @@ factor between forecasts and what comes is learnt (planning/margin.py).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,11 @@ class Forecast:
     def ready(self) -> bool:
         """Whether reading waits for nobody."""
         return self._numbers.ready
+
+    @property
+    def usable(self) -> bool:
+        """Whether it foresees anything: advantages, weights and the number of tokens may not be numbers."""
+        return 0 <= self.exposure < math.inf
 
     @property
     def exposure(self) -> float:

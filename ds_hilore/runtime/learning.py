@@ -174,13 +174,17 @@ class Learning:
         if not self.settled and not bypassed:
             self.measurements.note_forward(footprints(batch.alive()))
         self.baseline.backward_begins()
-        batch.follow(self._decide(batch))
+        calls = batch.alive()
+        told = self.risk.rules.limit > 0 and batch.coefficients
+        seen = None
+        if told or any(call.statistics for call in calls):
+            seen = read(batch.coefficients if told else (), calls)
+        self.exposed = seen if told else None
+        batch.follow(self._decide(batch, self.exposed), frozenset() if seen is None else seen.unusable)
 
-    def _decide(self, batch: Microbatch) -> Plan:
+    def _decide(self, batch: Microbatch, exposed: Exposed | None) -> Plan:
         """The second problem: what the prepared plan becomes, now that memory and coefficients are known."""
         level, row = self._watch.level_bytes(), batch.prepared
-        told = self.risk.rules.limit > 0 and batch.coefficients
-        exposed = self.exposed = read(batch.coefficients, batch.alive()) if told else None
         if row is None or batch.shape is None:
             if exposed is not None:
                 self.risk.observe(exposed)

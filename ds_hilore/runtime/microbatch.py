@@ -12,6 +12,7 @@ from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.planning.frontier import Prepared
 from ds_hilore.profiling.measure import UnitFootprint
 from ds_hilore.recovery.unit import UnitCall
+from ds_hilore.runtime.risk import read
 from ds_hilore.runtime.update import Coefficients, MicrobatchFacts
 
 
@@ -56,15 +57,28 @@ class Microbatch:
         """Kinds of what was done with each unit so far, in forward order."""
         return {unit: treatment.action for unit, treatment in self.treated.items()}
 
-    def follow(self, decided: Plan) -> None:
-        """Compresses or drops stored state as the final plan says; all else was done in forward."""
-        for call in self.alive() if decided is not self.plan else ():
-            wanted = treatment_of(decided, call.unit)
-            if wanted == REPLAYED:
+    def follow(self, decided: Plan, unusable: frozenset[UnitId] = frozenset()) -> None:
+        """Compresses or drops stored state as the final plan says; all else was done in forward.
+
+        Args:
+            unusable: units whose encoded state is not finite: replayed, whatever the plan says. So is what turns out
+                not to be when it is encoded here (a second copy to the host, where anything is).
+        """
+        changed = decided is not self.plan
+        calls = self.alive() if changed or unusable else []
+        encoded: list[UnitCall] = []
+        for call in calls:
+            wanted = treatment_of(decided, call.unit) if changed else call.treatment
+            if wanted == REPLAYED or call.unit in unusable:
                 call.drop()
             elif wanted.action is Action.COMPRESS and call.action is Action.STORE:
                 call.compress(wanted)
-            self.treated[call.unit] = call.treatment
+                encoded.append(call)
+        broken = read((), encoded).unusable
+        for call in encoded:
+            if call.unit in broken:
+                call.drop()
+        self.treated.update({call.unit: call.treatment for call in calls})
 
     def metrics(self) -> dict[str, float]:
         """What ran, and what the plan promised."""

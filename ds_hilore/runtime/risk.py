@@ -105,13 +105,15 @@ class RiskKeeper:
 
     def price(self, breakpoints: Iterable[tuple[float, float]]) -> None:
         """Sets the price of risk for an announced update that is about to begin (design section 4): what its plans gain
-        by how much risk. Without an announcement, or where one has not reached the host yet, budgets go by tokens.
+        by how much risk. Without an announcement, or where one has not reached the host yet or foresees nothing
+        (advantages that are no numbers), budgets go by tokens.
 
         Args:
             breakpoints: `Frontier.breakpoints` of the first microbatch's shape.
         """
         waiting, self._forecasts = self._forecasts, []
-        if self._account is None and self.active and waiting and all(each.ready for each in waiting):
+        told = waiting and all(each.ready and each.usable for each in waiting)
+        if self._account is None and self.active and told:
             points, scale = list(breakpoints), math.exp(self.margin.mean)
             demands = [Demand.of(points, scale * each.exposure, each.tokens) for each in waiting]
             self._account = PriceAccount(demands, self.budget**2)
@@ -123,7 +125,9 @@ class RiskKeeper:
             tokens: positions of the microbatch.
             forecast: what was announced of it.
         """
-        if not self.active or self.typical <= 0:
+        self._predicted = 0.0
+        unforeseeable = forecast is not None and forecast.ready and not forecast.usable
+        if not self.active or self.typical <= 0 or unforeseeable:
             return 0.0, (1.0,)
         share = self.budget / math.sqrt(self.rules.microbatches)
         self._predicted = self.typical * (self.tokens or tokens)
@@ -160,10 +164,11 @@ class RiskKeeper:
 
     def observe(self, exposed: Exposed) -> None:
         """A microbatch's exposure, whatever was done with it."""
+        predicted, self._predicted = self._predicted, 0.0  # of this one; those that are forced have none
         if not math.isfinite(exposed.exposure) or exposed.tokens == 0:
             return
-        if self._predicted > 0:
-            self.margin.observe(self._predicted, exposed.exposure)
+        if predicted > 0:
+            self.margin.observe(predicted, exposed.exposure)
         self._seen += 1
         fade = max(1 / self._seen, 1 / MEMORY)
         self.typical += fade * (exposed.exposure / exposed.tokens - self.typical)
@@ -182,8 +187,7 @@ class RiskKeeper:
         """
         predicted = math.sqrt(math.fsum(risk * risk for risk in self.spent))
         relative = predicted / self.norm if self.norm > 0 else 0.0
-        self.spent.clear()
-        self._account = None
+        self._begin_again()
         if norm is not None and math.isfinite(norm) and norm > 0:
             self._norms += 1
             fade = max(1 / self._norms, 1 / MEMORY)
@@ -193,19 +197,29 @@ class RiskKeeper:
 
     def abort(self) -> None:
         """The update starts again."""
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """What was foreseen of microbatches that never came, or ran as forced, says nothing of the next ones."""
         self.spent.clear()
         self._account = None
-        self._forecasts.clear()
+        self._predicted = 0.0
+        self._forecasts = []
 
 
 def read(coefficients: Sequence[Coefficients], calls: Sequence[UnitCall]) -> Exposed:
-    """Brings what is needed of a microbatch's coefficients and of its encoded state to the host, in one copy."""
+    """Brings what is needed of a microbatch's coefficients and of its encoded state to the host, in one copy.
+
+    Without coefficients nothing is known of the exposure, which is infinite then.
+    """
     flagged = [(call.unit, statistic) for call in calls for statistic in call.statistics]
     parts = [_facts(each) for each in coefficients] + [_flag(statistic) for _, statistic in flagged]
+    if not parts:
+        return Exposed(math.inf, 0)
     device = parts[0].device
     values = HostCopy(torch.cat([part.to(device) for part in parts])).get().tolist()
     facts = [values[3 * k : 3 * k + 3] for k in range(len(coefficients))]
-    finite = all(fact[1] for fact in facts)
+    finite = bool(facts) and all(fact[1] for fact in facts)
     flags = values[3 * len(coefficients) :]
     return Exposed(
         math.fsum(fact[0] for fact in facts) if finite else math.inf,

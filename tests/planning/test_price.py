@@ -204,6 +204,12 @@ def test_grants_become_reaches(linear: bool) -> None:
     assert cost_of(0.0, math.inf, linear) == 0.0
 
 
+@pytest.mark.parametrize("exposure", [1e200, math.inf])
+def test_an_exposure_beyond_all_numbers_asks_for_nothing(exposure: float) -> None:
+    assert cost_of(1.0, exposure) == math.inf and Demand.of(CURVE, exposure, 3).steps() == []
+    assert shares([Demand.of(CURVE, exposure, 3), Demand.of(CURVE, 1.0, 3)], 4.0) == [0.0, 4.0]
+
+
 def test_a_whole_update_on_frontiers_stays_inside_its_budget() -> None:
     """As the runtime does it: predicted exposures, true ones, decisions by reach; calm microbatches take more."""
     frontier = first_frontier(decoder(24, 4, noise=0.05))

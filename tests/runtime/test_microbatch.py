@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_hilore.core.treatment import STORED, Treatment
+from ds_hilore.core.treatment import STORED, Treatment, UniformPlan
 from ds_hilore.core.types import Action, Shape, UnitId
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall
 from ds_hilore.runtime.microbatch import footprints
 from ds_hilore.runtime.sampling import SAMPLED
+from tests.runtime.rig import Rig, same
 
 ROWS, TOKENS, WIDTH = 2, 8, 16
 FLOAT = 4
@@ -93,3 +95,42 @@ def test_kept_outputs_of_a_sample_are_no_inputs() -> None:
         found.append((footprint.input_bytes, footprint.stored_bytes))
         output.sum().backward()
     assert found[0] == found[1]
+
+
+MLP = Treatment.parse("L:mlp=int8")
+
+
+def overflowing(rig: Rig, block: int) -> None:
+    """State of this block, and of those behind it, is no number from now on."""
+    with torch.no_grad():
+        rig.net.blocks[block].up.bias[0] = float("nan")  # type: ignore[union-attr, index, operator]
+
+
+@pytest.mark.parametrize("when", ["in forward", "after forward", "both"])
+def test_encoded_state_that_is_not_finite_is_never_used(when: str) -> None:
+    """Whatever plan said so: here no row of a frontier was prepared, and no loss told its coefficients."""
+    rig = Rig()
+    rig.controller.force(MLP)  # what can be encoded is learnt from a call that is
+    rig.update()
+    assert rig.actions == "LLL"
+    overflowing(rig, 1)
+    rig.controller.force(Action.STORE if when == "after forward" else MLP)
+    loss = rig.forward()
+    if when != "in forward":
+        rig.controller.microbatch.follow(UniformPlan(treatment=MLP))
+    rig.backward(loss)
+    assert rig.actions == "LRR"
+
+
+def test_state_that_is_finite_is_compressed_after_forward() -> None:
+    rig = Rig()
+    rig.controller.force(MLP)
+    rig.update()
+    rig.gradients()
+    rig.backward(rig.forward())
+    at_once = rig.gradients()
+    rig.controller.force(Action.STORE)
+    loss = rig.forward()
+    rig.controller.microbatch.follow(UniformPlan(treatment=MLP))
+    rig.backward(loss)
+    assert rig.actions == "LLL" and same(at_once, rig.gradients())

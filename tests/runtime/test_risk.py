@@ -87,6 +87,49 @@ def test_the_price_of_risk_gives_calm_microbatches_what_they_can_use() -> None:
     assert violent.budget == pytest.approx(math.sqrt(0.01**2 - 4e-3**2))
 
 
+@pytest.mark.parametrize("advantage", [math.nan, math.inf, 1e38])
+@pytest.mark.parametrize("count", [10.0, 0.0, -1.0])
+def test_a_forecast_of_anything_raises_nothing(advantage: float, count: float) -> None:
+    """Ranks that raise leave the others waiting: what foresees nothing is no announcement."""
+    made = keeper(microbatches=2)
+    made.observe(Exposed(1.0, 10))
+    broken = Forecast(torch.tensor([advantage]), torch.ones(1, 10), count, None)
+    made.announce([forecast(1.0), broken])
+    made.price(POINTS)
+    reach, _ = made.expect(10, forecast(1.0))
+    assert 0 < reach < math.inf
+    made.note(Exposed(1.0, 10), made.decide(Exposed(1.0, 10), UNITS).budget)
+    assert broken.usable == (0 <= broken.exposure < math.inf)
+    if not broken.usable:
+        assert made.expect(10, broken) == (0.0, (1.0,))
+    made.note(Exposed(1.0, 10), made.decide(Exposed(math.inf, 10), UNITS).budget)
+    assert sum(risk * risk for risk in made.spent) <= 0.01**2 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ended", ["stepped", "aborted"])
+def test_what_was_foreseen_of_an_update_ends_with_it(ended: str) -> None:
+    """Of an update whose microbatches were forced, or never came: neither its prices nor its margin are of the next."""
+    made = keeper(microbatches=1)
+    made.observe(Exposed(1.0, 10))
+    made.announce([forecast(1e-3)])
+    made.expect(10, forecast(1e-3))
+    made.end_update(1.0) if ended == "stepped" else made.abort()
+    assert not made.announced
+    before = made.margin.weight
+    made.observe(Exposed(5.0, 10))
+    assert made.margin.weight == before
+
+
+def test_a_microbatch_is_compared_with_its_own_forecast_only() -> None:
+    made = keeper()
+    made.observe(Exposed(1.0, 10))
+    made.expect(10)
+    made.observe(Exposed(1.0, 10))
+    seen = made.margin.weight
+    made.observe(Exposed(50.0, 10))  # forced: nothing was expected of it
+    assert made.margin.weight == seen > 0
+
+
 def test_a_forecast_is_the_exposure_at_ratio_1() -> None:
     advantages, mask = torch.tensor([2.0, -0.5]), torch.tensor([[1, 1, 0], [1, 0, 0]])
     made = Forecast(advantages, mask, 3, torch.tensor([0.5, 1.0]))
@@ -159,6 +202,12 @@ def test_what_is_read_of_a_microbatch() -> None:
     ]
     calls = [_Call(UNITS[0], 0.1, math.nan), _Call(UNITS[1], 0.1, 0.2)]
     assert read(seen, calls) == Exposed(2.0, 4, frozenset({UNITS[0]}))  # type: ignore[arg-type]
+
+
+def test_without_coefficients_only_encoded_state_is_read() -> None:
+    seen = read([], [_Call(UNITS[0], 0.1), _Call(UNITS[1], math.inf)])  # type: ignore[list-item]
+    assert seen == Exposed(math.inf, 0, frozenset({UNITS[1]}))
+    assert read([], []) == Exposed(math.inf, 0)
 
 
 def test_a_coefficient_that_is_not_finite_makes_everything_exact() -> None:
