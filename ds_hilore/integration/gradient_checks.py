@@ -134,7 +134,10 @@ class GradientChecks:
         started = time.perf_counter()
         wanted = self._interventions()
         # A rank with fewer of them keeps step all the same: under ZeRO-3 each pass gathers parameters.
-        passes = max(self._plane.exchange("calibration passes", len(wanted)))
+        asked = self._plane.exchange("calibration passes", [len(wanted), self._controller.learning.settled])
+        passes = max(count for count, _ in asked)
+        if passes == 0 and not all(measured for _, measured in asked):
+            return  # nothing to ask only because some rank has not measured its units yet
         exact = gradients_of(self._engine, self._controller, recorded, {})
         for position in range(passes):
             if position < len(wanted):

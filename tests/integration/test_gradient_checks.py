@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ds_hilore.core.treatment import REPLAYED, STORED
-from ds_hilore.core.types import UnitId
+from ds_hilore.core.types import Action, UnitId
 from ds_hilore.integration.beside import gradients_of, recording
 from ds_hilore.integration.exact_gradient import averaged
+from ds_hilore.integration.gradient_checks import FIRST_UPDATE
 from tests.engines import config, gradients
 from tests.integration import updates
 from tests.integration.test_compress import grpo
@@ -53,6 +54,22 @@ def undisturbed(stage: int, accumulation: int) -> dict[str, Any]:
     return {"unequal": unequal, "audits": audits, "observations": len(checks.calibration.observations)}
 
 
+def late() -> int:
+    """Observations where units were not measured before the updates that calibrate: those were forced."""
+    settings = {"max_gradient_error": 0.01, "profile": {"calibration_microbatches": 2, "audit_interval": 0}}
+    engine = updates.hilore_engine(lora(llama(layers=2)), config(0), memory_budget="1.0x", **settings)
+    checks = engine._hilore_host.checks
+    engine.hilore.force(Action.RECOMPUTE)
+    for number in range(FIRST_UPDATE + 2):
+        updates.run_update(engine, number, _loss(number))
+    assert not checks.calibrated and not checks.calibration.observations
+    engine.hilore.force(None)
+    while not checks.calibrated and number < 20:
+        number += 1
+        updates.run_update(engine, number, _loss(number))
+    return len(checks.calibration.observations)
+
+
 def _loss(number: int) -> updates.Loss:
     return lambda engine, ids, advantages: grpo(engine, 10 * number + dist.get_rank())
 
@@ -69,3 +86,7 @@ def test_calibration_and_audits_leave_the_engine_alone(ranks: RankPool, stage: i
         assert found["unequal"] == []
         assert found["observations"] > 0, "nothing was calibrated"
         assert found["audits"] and max(found["audits"]) < 1e-6
+
+
+def test_calibration_waits_for_units_to_be_measured(ranks: RankPool) -> None:
+    assert all(observations > 0 for observations in ranks.run(f"{HERE}:late"))
