@@ -182,11 +182,16 @@ def rates_by_class(
         return {}
     found: dict[str, UnitRates] = {}
     for module, (path, label) in names.items():
-        number = re.search(r"(?:^|\.)(\d+)$", path)
-        is_decoder = "DecoderLayer" in type(module).__name__
-        if label not in found and number and is_decoder and int(number.group(1)) < len(layers):
-            found[label] = unit_rates(layers[int(number.group(1))], speed)
+        number = layer_number(module, path)
+        if label not in found and number is not None and number < len(layers):
+            found[label] = unit_rates(layers[number], speed)
     return found
+
+
+def layer_number(module: nn.Module, path: str) -> int | None:
+    """Place of a decoder layer among the model's; None for modules that are none, vision blocks for instance."""
+    number = re.search(r"(?:^|\.)(\d+)$", path)
+    return int(number.group(1)) if number and "DecoderLayer" in type(module).__name__ else None
 
 
 # -- reading -------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ds_hilore.core.treatment import Treatment
 from ds_hilore.core.types import Action, Shape, UnitId, UnitProfile, Variant
 from ds_hilore.profiling.fit import Rate, whole
 from ds_hilore.profiling.geometry import Attention, HeadGeometry, LayerGeometry
@@ -76,7 +77,10 @@ class LayerCosts:
         base_bytes: the same without what can be derived; what storing adds.
         replayed_bytes: what a replay brings back: the state, held by cheap recipes only (design fact 13).
         gradient_bytes: the widest gradients of the unit's backward, stored or replayed.
+        kept_bytes: what the attention kernel gave and a replay can be handed; 0 where there is no such kernel.
         replay: with early stop and without dead work. `replay_with_dead`: with early stop only.
+        attention: of the kernel in forward: what a replay leaves out where its outputs were kept.
+        derive: deriving what a stored unit leaves out and a replayed one holds.
     """
 
     input_bytes: Rate
@@ -84,10 +88,13 @@ class LayerCosts:
     base_bytes: Rate
     replayed_bytes: Rate
     gradient_bytes: Rate
+    kept_bytes: Rate
     forward: Work
     backward: Work
     replay: Work
     replay_with_dead: Work
+    attention: Work
+    derive: Work
 
 
 def layer_costs(layer: LayerGeometry) -> LayerCosts:
@@ -118,11 +125,22 @@ def layer_costs(layer: LayerGeometry) -> LayerCosts:
         base_bytes=base,
         replayed_bytes=lean,
         gradient_bytes=_gradients(layer),
+        kept_bytes=total(t for t in tensors if t.name in _KERNEL_OUTPUTS),
         forward=Work(forward, twice),
         backward=Work(backward, thrice),
         replay=Work(replay, twice),
         replay_with_dead=Work(replay + dead, twice),
+        attention=Work(scores if layer.attention is not Attention.EAGER else Rate()),
+        derive=Work(traffic_bytes=Rate(*(2.0 * (held - kept) for held, kept in zip(_parts(lean), _parts(base))))),
     )
+
+
+#: Names of saved tensors that an attention kernel gives.
+_KERNEL_OUTPUTS = ("log-sum-exp", "attention output")
+
+
+def _parts(rate: Rate) -> tuple[float, float, float]:
+    return rate.per_token, rate.per_token_length, rate.constant
 
 
 def projections(layer: LayerGeometry) -> tuple[list[Projection], list[Projection]]:
@@ -238,13 +256,19 @@ def analytic_profile(
     """A unit as the planner sees it, from the cost model alone: for plans without a run."""
     inputs, state = whole(costs.input_bytes.of(shape)), whole(costs.base_bytes.of(shape))
     gradients, replayed = whole(costs.gradient_bytes.of(shape)), whole(costs.replayed_bytes.of(shape))
-    saved = speed.seconds(costs.replay).of(shape)
-    return UnitProfile(
-        unit,
-        unit_class,
-        (
-            Variant(RECOMPUTE, Action.RECOMPUTE, inputs, workspace_bytes=replayed + gradients),
-            Variant(STORE, Action.STORE, inputs + state, workspace_bytes=gradients, saved_seconds=saved),
-        ),
-        grad_bytes,
-    )
+    kept = whole(costs.kept_bytes.of(shape))
+    saved = speed.seconds(costs.replay).of(shape) - speed.seconds(costs.derive).of(shape)
+    variants = [
+        Variant(RECOMPUTE, Action.RECOMPUTE, inputs, workspace_bytes=replayed + gradients),
+        Variant(STORE, Action.STORE, inputs + state, workspace_bytes=gradients, saved_seconds=saved),
+    ]
+    if kept:
+        rest, kernel_s = max(0, replayed - kept) + gradients, speed.seconds(costs.attention).of(shape)
+        variants.append(
+            Variant(_KEEPING.name, Action.RECOMPUTE, inputs + kept, workspace_bytes=rest, saved_seconds=kernel_s)
+        )
+    return UnitProfile(unit, unit_class, tuple(variants), grad_bytes)
+
+
+#: A replay that takes over what the attention kernel gave in forward.
+_KEEPING = Treatment(Action.RECOMPUTE, keeps=("attention",))

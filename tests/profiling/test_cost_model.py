@@ -234,5 +234,22 @@ def test_a_profile_without_a_run(layer: LayerGeometry, shape: Shape) -> None:
     assert store.workspace_bytes <= replay.workspace_bytes
     assert store.saved_seconds > 0 == replay.saved_seconds
     rates = unit_rates(layer, speed)
-    assert rates.replay_s.of(shape) == pytest.approx(store.saved_seconds)
+    derived = speed.seconds(costs.derive).of(shape)
+    assert 0 <= derived and rates.replay_s.of(shape) == pytest.approx(store.saved_seconds + derived)
     assert (rates.input_bytes, rates.state_bytes) == (costs.input_bytes, costs.base_bytes)
+
+
+@given(layers(), SHAPES)
+def test_a_replay_can_be_handed_what_the_kernel_gave(layer: LayerGeometry, shape: Shape) -> None:
+    """Its outputs are held, its FLOPs are saved; the layer's backward needs no more than that of a plain replay."""
+    costs, speed = layer_costs(layer), DeviceSpeed(1e14, 1e12)
+    profile = analytic_profile(UnitId("u"), "Layer", costs, shape, speed)
+    if layer.attention is Attention.EAGER:
+        assert {variant.name for variant in profile.variants} == {"R", "H"}
+        return
+    replay, keeping, store = (profile.variant(name) for name in ("R", "R:attention", "H"))
+    kept = keeping.held_bytes - replay.held_bytes
+    assert kept == pytest.approx(shape.tokens * layer.query_heads * (layer.head_dim * layer.value_bytes + 4), abs=2)
+    assert keeping.saved_seconds == pytest.approx(score_flops(layer).of(shape) / 1e14)
+    assert keeping.workspace_bytes == replay.workspace_bytes - kept
+    assert replay.held_bytes < keeping.held_bytes <= store.held_bytes
