@@ -164,7 +164,7 @@ def attach(
     with ExitStack() as on_failure:
         on_failure.callback(plane.close)
         scale = EngineScale(engine)
-        controller = _controller(engine, config, units, plane.rank, plane.world_size, scale)
+        controller = _controller(engine, config, units, plane, scale)
         on_failure.callback(controller.close)
         _know_proportions(engine, controller)
         _keep_profile(engine, config, controller, plane.rank)
@@ -230,20 +230,18 @@ def detach(engine: Any) -> None:
         host.undo()
 
 
-def _controller(
-    engine: Any, config: HiLoReConfig, units: Units, rank: int, world_size: int, scale: EngineScale
-) -> Controller:
+def _controller(engine: Any, config: HiLoReConfig, units: Units, plane: ControlPlane, scale: EngineScale) -> Controller:
     device = torch.device(engine.device)
     budget = config.memory_budget
     if isinstance(budget, RankBudgets):
-        budget = budget.for_rank(rank, world_size)
+        budget = budget.for_rank(plane.rank, plane.world_size)
     meter = peak_meter(device)
     limits = SolverLimits(config.planner.time_limit_s, config.planner.relative_gap)
     planner = RankPlanner(budget, config.planner.solver, limits, meter.wander_bytes)
     known = set(units.modules)
     stage3 = engine.zero_optimization_stage() == 3
     parts = ControllerParts(
-        rank=rank,
+        rank=plane.rank,
         unit_names=units.names,
         planner=planner,
         meter=meter,
@@ -256,6 +254,7 @@ def _controller(
         risk=_risk_rules(engine, config),
         # A pruned replay knows one microbatch at a time.
         roles=decoder_layer_roles if config.prune_zero_exposure and not is_pipeline(engine.module) else None,
+        plane=plane,
     )
     return Controller(parts)
 

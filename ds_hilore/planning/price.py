@@ -78,7 +78,7 @@ class Demand:
         steps = []
         for (low, seconds), (high, more_seconds) in pairwise(self.hull):
             step = Step((more_seconds - seconds) / (high - low) / scale, (high - low) * scale)
-            if step.cost > 0 and step.price < math.inf:  # else it is too cheap to count
+            if 0 < step.cost < math.inf and step.price < math.inf:  # else it is too cheap to count, or too dear
                 steps.append(step)
         return steps
 
@@ -215,6 +215,11 @@ class PriceAccount(RiskAccount):
         granted = min(self.left, shares(self._waiting, self.left)[0])
         self._waiting.pop(0)
         return granted
+
+
+    def skip(self) -> None:
+        """The next microbatch runs with exact actions only, whatever was foreseen of it."""
+        self._waiting = self._waiting[1:]
 
 
 class TokenAccount(RiskAccount):

@@ -215,12 +215,12 @@ class Controller:
         batch = self.microbatch
         batch.shape = shape
         batch.facts = self._announced.take()
+        # What is measured, and the trial that compares with it, are of unpruned replays.
+        self.pruner.begin(batch, measuring=self.stage is not Stage.PLANNED and self._forced is None)
         if self._forced is not None:
             batch.plan = self._forced
         else:
             batch.plan = self.learning.choose(batch, shape)
-        # What is measured, and the trial that compares with it, are of unpruned replays.
-        self.pruner.begin(batch, measuring=self.stage is not Stage.PLANNED and self._forced is None)
         if self._forced is None:
             self.learning.begin(batch, shape, measured=self.update > 0)  # the first update makes optimizer state
 

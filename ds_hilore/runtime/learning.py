@@ -91,11 +91,11 @@ class Learning:
         if self.in_flight <= 1:
             self._watch.floor()
         size = planner.planning_shape(shape)
-        profiles = self.measurements.profiles(size)
+        profiles = self.measurements.profiles(size, batch.pruning)
         if self.risk.announced:
-            self.risk.price(planner.breakpoints(size, profiles))
+            self.risk.price(planner.breakpoints(size, self.measurements.profiles(size)))
         forecast = None if batch.facts is None or not self.risk.active else batch.facts.forecast
-        found = planner.prepare(size, profiles, *self.risk.expect(shape.tokens, forecast))
+        found = planner.prepare(size, profiles, *self.risk.expect(shape.tokens, forecast), pruning=batch.pruning)
         batch.prepared, plan = (None, found) if isinstance(found, Plan) else (found, found.plan)
         if self.prize is None:
             self._say_prize(plan, storing_bytes(profiles))

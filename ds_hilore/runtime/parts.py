@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.profiling.clock import Clock
 from ds_hilore.recovery.prune import RolesOf
@@ -48,6 +49,7 @@ class ControllerParts:
         codecs: names of the codecs that plans may use; () for exact actions only.
         risk: what gradient error is allowed.
         roles: what the arguments of a unit mean, for pruning; None where nothing is to be pruned.
+        plane: to the other ranks of the job, with which gradient error is shared; None: there are none.
     """
 
     rank: int
@@ -61,3 +63,4 @@ class ControllerParts:
     codecs: tuple[str, ...] = ()
     risk: RiskRules = field(default_factory=RiskRules)
     roles: RolesOf | None = None
+    plane: ControlPlane | None = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.types import UnitId
 from ds_hilore.planning.margin import ExposureMargin
 from ds_hilore.planning.price import Demand, PriceAccount, TokenAccount
@@ -21,6 +22,7 @@ from ds_hilore.recovery.encoded import Statistic
 from ds_hilore.recovery.live import HostCopy
 from ds_hilore.recovery.unit import UnitCall
 from ds_hilore.runtime.forecast import Forecast
+from ds_hilore.runtime.pricing import demanded, split
 from ds_hilore.runtime.update import Coefficients
 
 #: Updates after which a norm counts for 1/e: norms of updates differ by factors from one to the next.
@@ -69,7 +71,12 @@ class RiskNow:
 
 @dataclass
 class RiskKeeper:
-    """One rank's account of gradient error. `typical`: running mean exposure per token of its microbatches."""
+    """One rank's account of gradient error.
+
+    Attributes:
+        typical: running mean exposure per token of its microbatches.
+        price: lambda of an announced update, seconds per risk cost; None where budgets go by tokens.
+    """
 
     rules: RiskRules
     norm: float = 0.0
@@ -79,8 +86,11 @@ class RiskKeeper:
     frozen: float | None = None
     margin: ExposureMargin = field(default_factory=ExposureMargin)
     spent: list[float] = field(default_factory=list)
+    price: float | None = None
     _account: TokenAccount | PriceAccount | None = None
-    _forecasts: list[Forecast] = field(default_factory=list)
+    _forecasts: list[Forecast | None] = field(default_factory=list)
+    _demands: list[Demand] = field(default_factory=list)
+    _part: float = 0.0  # of the update's risk cost, for those demands
     _predicted: float = 0.0
     _norms: int = 0
     _seen: int = 0
@@ -94,29 +104,51 @@ class RiskKeeper:
         """B of one rank's part of an update, absolute."""
         return self.rules.limit * self.norm * self.correction / math.sqrt(self.rules.ranks)
 
-    def announce(self, forecasts: Sequence[Forecast]) -> None:
-        """All microbatches of this rank's next update are known (begin_update)."""
-        self._forecasts = list(forecasts) if self.rules.limit > 0 and not self.rules.static else []
+    @property
+    def priced(self) -> bool:
+        """Whether announced updates are split by the price of risk: the same on every rank, for the whole run."""
+        return self.rules.limit > 0 and not self.rules.static
+
+    def announce(self, forecasts: Sequence[Forecast | None]) -> None:
+        """All microbatches of this rank's next update are known (begin_update); None: exact actions only."""
+        if not self.spent:
+            self._account, self.price, self._demands = None, None, []
+        self._forecasts = list(forecasts) if self.priced else []
 
     @property
     def announced(self) -> bool:
         """Whether an announced update is about to begin, of which no price of risk is known yet."""
         return bool(self._forecasts)
 
-    def price(self, breakpoints: Iterable[tuple[float, float]]) -> None:
+    def set_price(self, breakpoints: Iterable[tuple[float, float]], plane: ControlPlane | None = None) -> None:
         """Sets the price of risk for an announced update that is about to begin (design section 4): what its plans gain
         by how much risk. Without an announcement, or where one has not reached the host yet or foresees nothing
         (advantages that are no numbers), budgets go by tokens.
 
         Args:
-            breakpoints: `Frontier.breakpoints` of the first microbatch's shape.
+            breakpoints: `Frontier.breakpoints` of its shape; nothing where there are no plans yet.
+            plane: of the ranks that split the update's risk, all of which call this. Then nothing but the forecasts is
+                waited for. None: this rank is alone with its share.
+
+        Raises:
+            RankMismatch: another rank has announced nothing.
         """
         waiting, self._forecasts = self._forecasts, []
-        told = waiting and all(each.ready and each.usable for each in waiting)
-        if self._account is None and self.active and told:
-            points, scale = list(breakpoints), math.exp(self.margin.mean)
-            demands = [Demand.of(points, scale * each.exposure, each.tokens) for each in waiting]
-            self._account = PriceAccount(demands, self.budget**2)
+        told = [each for each in waiting if each is not None]
+        points: list[tuple[float, float]] = []
+        if self._account is None and self.active and (plane is not None or all(each.ready for each in told)):
+            points = list(breakpoints) if all(each.usable for each in told) else []
+        scale = math.exp(self.margin.mean)
+        exposures = [None if each is None else scale * each.exposure for each in waiting] if points else []
+        counts = [0 if each is None else each.tokens for each in waiting] if points else []
+        demands, part = demanded(exposures, counts, points), self.budget**2
+        if plane is not None:
+            found = split(plane, demands, part)
+            demands = [] if found is None else demands
+            part, self.price = (part, None) if found is None else found
+        if demands:
+            self._demands, self._part = demands, part
+            self._account = PriceAccount(demands, part)
 
     def expect(self, tokens: int, forecast: Forecast | None = None) -> tuple[float, Sequence[float]]:
         """Before forward: the B / E that the microbatch may expect, and equally likely ratios of true to predicted E.
@@ -155,6 +187,15 @@ class RiskKeeper:
         exposures = {unit: math.inf if unit in exposed.unusable else exposure for unit in units}
         return RiskNow(math.sqrt(granted), exposures)
 
+    def pass_by(self, exposed: Exposed | None) -> None:
+        """A microbatch runs with exact actions, or as forced: it spends nothing, and may have told its exposure."""
+        if isinstance(self._account, PriceAccount):
+            self._account.skip()
+        if exposed is None:
+            self._predicted = 0.0
+        else:
+            self.observe(exposed)
+
     def note(self, exposed: Exposed, risk: float) -> None:
         """A microbatch was decided at this risk (absolute)."""
         if self._account is not None:
@@ -187,7 +228,7 @@ class RiskKeeper:
         """
         predicted = math.sqrt(math.fsum(risk * risk for risk in self.spent))
         relative = predicted / self.norm if self.norm > 0 else 0.0
-        self._begin_again()
+        self._forget()
         if norm is not None and math.isfinite(norm) and norm > 0:
             self._norms += 1
             fade = max(1 / self._norms, 1 / MEMORY)
@@ -196,15 +237,20 @@ class RiskKeeper:
         return relative
 
     def abort(self) -> None:
-        """The update starts again."""
-        self._begin_again()
+        """The update starts again, as it was announced."""
+        forecasts, demands, price = self._forecasts, self._demands, self.price
+        self._forget()
+        self._forecasts = forecasts
+        if demands:
+            self._demands, self.price = demands, price
+            self._account = PriceAccount(demands, self._part)
 
-    def _begin_again(self) -> None:
+    def _forget(self) -> None:
         """What was foreseen of microbatches that never came, or ran as forced, says nothing of the next ones."""
         self.spent.clear()
-        self._account = None
+        self._account, self.price = None, None
         self._predicted = 0.0
-        self._forecasts = []
+        self._forecasts, self._demands = [], []
 
 
 def read(coefficients: Sequence[Coefficients], calls: Sequence[UnitCall]) -> Exposed:

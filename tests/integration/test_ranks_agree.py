@@ -170,6 +170,27 @@ def test_different_update(ranks: RankPool, case: str, stage: int, told: str) -> 
         assert seconds < LIMIT_S
 
 
+def one_announces() -> tuple[str, float]:
+    """Where plans may compress, ranks split an update's risk as it is announced: all of them, or none."""
+    ds = settings(1, accumulation=2, block=BLOCK | {"max_gradient_error": 0.01})
+    engine = start(llama(layers=2), ds)
+
+    def announce() -> None:
+        ds_hilore.begin_update([torch.ones(2)] * 2, [torch.ones(2, 15)] * 2, 60.0, engine=engine)
+
+    announce()
+    update(engine)
+    found = refused(announce if dist.get_rank() == 0 else lambda: forward(engine))
+    ds_hilore.detach(engine)
+    return found
+
+
+def test_an_update_that_only_one_rank_announces(ranks: RankPool) -> None:
+    for message, seconds in ranks.run(f"{HERE}:one_announces"):
+        assert "'price of risk'" in message and "'microbatch'" in message
+        assert seconds < LIMIT_S
+
+
 def other_plans(stage: int) -> list[str]:
     """Plans themselves are a rank's own affair: one rank stores, the other replays, twenty updates."""
     engine = start(llama(layers=2), settings(stage))

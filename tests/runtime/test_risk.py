@@ -67,7 +67,7 @@ def test_an_announced_update_stays_within_its_budget(exposures: list[tuple[float
     made = keeper(microbatches=len(exposures))
     made.observe(Exposed(1.0, 10))
     made.announce([forecast(foreseen) for foreseen, _ in exposures])
-    made.price(POINTS)
+    made.set_price(POINTS)
     for foreseen, true in exposures:
         made.expect(10, forecast(foreseen))
         exposed = Exposed(true, 10)
@@ -79,7 +79,7 @@ def test_the_price_of_risk_gives_calm_microbatches_what_they_can_use() -> None:
     made = keeper(microbatches=2)
     made.observe(Exposed(1.0, 10))
     made.announce([forecast(1e-3), forecast(1.0)])
-    made.price(POINTS)
+    made.set_price(POINTS)
     calm = made.decide(Exposed(1e-3, 10), UNITS)
     assert calm.budget >= 4 * 1e-3 * (1 - 1e-6), "all it can use"
     made.note(Exposed(1e-3, 10), 4e-3)
@@ -95,7 +95,7 @@ def test_a_forecast_of_anything_raises_nothing(advantage: float, count: float) -
     made.observe(Exposed(1.0, 10))
     broken = Forecast(torch.tensor([advantage]), torch.ones(1, 10), count, None)
     made.announce([forecast(1.0), broken])
-    made.price(POINTS)
+    made.set_price(POINTS)
     reach, _ = made.expect(10, forecast(1.0))
     assert 0 < reach < math.inf
     made.note(Exposed(1.0, 10), made.decide(Exposed(1.0, 10), UNITS).budget)
@@ -108,13 +108,14 @@ def test_a_forecast_of_anything_raises_nothing(advantage: float, count: float) -
 
 @pytest.mark.parametrize("ended", ["stepped", "aborted"])
 def test_what_was_foreseen_of_an_update_ends_with_it(ended: str) -> None:
-    """Of an update whose microbatches were forced, or never came: neither its prices nor its margin are of the next."""
+    """Of an update whose microbatches were forced, or never came: neither its prices nor its margin are of the next.
+    One that starts again stays announced."""
     made = keeper(microbatches=1)
     made.observe(Exposed(1.0, 10))
     made.announce([forecast(1e-3)])
     made.expect(10, forecast(1e-3))
     made.end_update(1.0) if ended == "stepped" else made.abort()
-    assert not made.announced
+    assert made.announced == (ended == "aborted")
     before = made.margin.weight
     made.observe(Exposed(5.0, 10))
     assert made.margin.weight == before
