@@ -16,6 +16,7 @@ from ds_hilore.core.errors import UsageError
 from ds_hilore.core.treatment import REPLAYED, STORED, Treatment
 from ds_hilore.core.types import Action, Shape, UnitId, UnitProfile, Variant
 from ds_hilore.profiling.fit import BY_TOKEN, BytesFit, Rate, SecondsFit
+from ds_hilore.profiling.pruned import Pruned, pruned
 from ds_hilore.profiling.variants import StateFits, Whole, variants
 
 #: Name of the variant that all gains are counted from.
@@ -155,7 +156,7 @@ class Measurements:
     risk: Callable[[UnitId, Treatment], float | None] = lambda unit, treatment: None
     _shapes: dict[UnitId, Shape] = field(default_factory=dict)
     _class_of: dict[UnitId, str] = field(default_factory=dict)
-    _profiles: dict[Shape, tuple[UnitProfile, ...]] = field(default_factory=dict)
+    _profiles: dict[tuple[Shape, Pruned | None], tuple[UnitProfile, ...]] = field(default_factory=dict)
     _stamp: tuple[tuple[Rate, ...], ...] = ()
 
     MAX_CACHED = 64
@@ -288,21 +289,25 @@ class Measurements:
                     return fit.of(shape) / rate.of(shape)
         return 1.0
 
-    def profiles(self, shape: Shape) -> tuple[UnitProfile, ...]:
+    def profiles(self, shape: Shape, pruning: Pruned | None = None) -> tuple[UnitProfile, ...]:
         """The units as the planner sees them, for a microbatch whose first unit has this shape.
 
         A class that was never stored, or of whose replay nothing is known, can only be replayed.
+
+        Args:
+            pruning: how its replays are pruned; None: not at all.
         """
         stamp = tuple([fits.solved() for fits in self.classes.values()])
         if stamp != self._stamp or len(self._profiles) >= self.MAX_CACHED:
             self._profiles.clear()
             self._stamp = stamp
-        found = self._profiles.get(shape)
+        found = self._profiles.get((shape, pruning))
         if found is None:
-            found = self._profiles[shape] = tuple([self._profile(unit, name, shape) for unit, name in self.roster])
+            found = tuple([self._profile(unit, name, shape, pruning) for unit, name in self.roster])
+            self._profiles[(shape, pruning)] = found
         return found
 
-    def _profile(self, unit: UnitId, unit_class: str, first: Shape) -> UnitProfile:
+    def _profile(self, unit: UnitId, unit_class: str, first: Shape, pruning: Pruned | None) -> UnitProfile:
         fits = self.classes[unit_class]
         shape = self.relations[unit].apply(first)
         inputs = fits.inputs.of(shape)
@@ -318,7 +323,11 @@ class Measurements:
             risk=partial(self.risk, unit),
         )
         kept = [found for found in variants(whole, fits.parts) if (unit_class, found.name) not in self.struck]
-        return UnitProfile(unit, unit_class, tuple(kept))
+        profile = UnitProfile(unit, unit_class, tuple(kept))
+        timed = fits.variants.get(RECOMPUTE)
+        if pruning is None or unit_class in pruning.unpruned or timed is None or not timed.backward.count:
+            return profile
+        return pruned(profile, pruning.live, timed.backward.of(shape))
 
     def _gained(self, unit_class: str, shape: Shape, variant: str) -> float | None:
         gain = self.gain(unit_class, variant, shape)

@@ -18,6 +18,7 @@ from ds_hilore.planning.options import REPLAY, device_bytes
 from ds_hilore.planning.problem import Infeasible, Problem, Row, evaluate
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.planning.refine import refine_apart
+from ds_hilore.profiling.pruned import Pruned
 from ds_hilore.runtime.risk import RiskNow
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class Baseline:
     device_bytes: int
 
 
+#: What plans are made for: a budget in bytes, a shape class, how replays are pruned.
+PlanKey = tuple[int, Shape, Pruned | None]
 #: B / E where no unit may be approximate.
 EXACT = 0.0
 
@@ -66,8 +69,8 @@ class RankPlanner:
         self._calibrations = 0
         self._relative_gap = limits.relative_gap
         self._largest: dict[Shape, Shape] = {}  # by shape class
-        self._problems: dict[tuple[int, Shape], Problem] = {}  # by budget and shape class
-        self._frontiers: dict[tuple[int, Shape], Frontier | Plan] = {}  # a plan where nothing fits
+        self._problems: dict[PlanKey, Problem] = {}
+        self._frontiers: dict[PlanKey, Frontier | Plan] = {}  # a plan where nothing fits
         self._observed: list[BaseObservation] = []
         self._base = BaseBytes()
         self._in_flight = 1
@@ -134,14 +137,16 @@ class RankPlanner:
         profiles: tuple[UnitProfile, ...],
         reach: float = EXACT,
         ratios: Sequence[float] = (1.0,),
+        pruning: Pruned | None = None,
     ) -> Prepared | Plan:
         """The same with what it may still become after forward; a bare plan where nothing fits.
 
         Args:
             reach: predicted B / E of the microbatch; 0: exact actions only.
             ratios: equally likely values of true over predicted exposure.
+            pruning: the one that the profiles are for.
         """
-        found = self._frontier(shape, profiles)
+        found = self._frontier(shape, profiles, pruning)
         return found if isinstance(found, Plan) else found.prepare(reach, ratios)
 
     def breakpoints(self, shape: Shape, profiles: tuple[UnitProfile, ...]) -> tuple[tuple[float, float], ...]:
@@ -184,8 +189,10 @@ class RankPlanner:
             return all_units([unit.unit for unit in problem.units], Action.RECOMPUTE)
         return decided
 
-    def _frontier(self, shape: Shape, profiles: tuple[UnitProfile, ...]) -> Frontier | Plan:
-        key = (self.budget_bytes, shape)
+    def _frontier(
+        self, shape: Shape, profiles: tuple[UnitProfile, ...], pruning: Pruned | None = None
+    ) -> Frontier | Plan:
+        key = (self.budget_bytes, shape, pruning)
         if self._background is not None:
             refined = self._background.best((self._calibrations, *key))
             if refined is not None:
@@ -206,7 +213,7 @@ class RankPlanner:
         self.budget_bytes = budget_bytes
         self.infeasible = None
 
-    def _first_frontier(self, key: tuple[int, Shape], profiles: tuple[UnitProfile, ...]) -> Frontier | Plan:
+    def _first_frontier(self, key: PlanKey, profiles: tuple[UnitProfile, ...]) -> Frontier | Plan:
         base = self._base.at(key[1])
         problem = _problem(profiles, max(0, self.budget_bytes - self._room), base, self._in_flight)
         found = first_frontier(problem)
@@ -227,7 +234,7 @@ class RankPlanner:
 
     def problem_for(self, shape: Shape) -> Problem | None:
         """The problem behind the plans of a shape class, for reports and tests."""
-        return self._problems.get((self.budget_bytes, shape))
+        return self._problems.get((self.budget_bytes, shape, None))
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for the background programme. For tests and benchmarks, never in an update."""

@@ -16,6 +16,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,6 +93,21 @@ class Controller:
         return self.microbatch.coefficients
 
     @property
+    def announced(self) -> Announcements:
+        """What the host has told of the update that runs or comes."""
+        return self._announced
+
+    def expect_microbatches(self, count: int) -> bool:
+        """The host makes updates of `count` microbatches on this rank, whatever its configuration says.
+
+        Returns:
+            Whether that is news.
+        """
+        rules = self.learning.risk.rules
+        self.learning.risk.rules = replace(rules, microbatches=count)
+        return rules.microbatches != count
+
+    @property
     def budget_bytes(self) -> int:
         """This rank's budget; 0 until the all-R peak is known."""
         return self.parts.planner.budget_bytes
@@ -136,12 +152,14 @@ class Controller:
             self._bypass, self._host_checkpoint = before
 
     def announce_update(self, microbatches: list[MicrobatchFacts]) -> None:
-        """All microbatches of this rank's next update (begin_update)."""
+        """All microbatches of this rank's next update (begin_update). Where plans may compress: an exchange of all
+        ranks, which waits for what was announced to reach the host."""
         for facts in microbatches:
             self.pruner.announced(facts)
-        if self.learning.risk.rules.limit > 0:
-            self.learning.risk.announce([facts.forecast for facts in microbatches])
         self._announced.announce_update(microbatches)
+        if self.learning.risk.priced:
+            forecasts = [None if facts.exact_only else facts.forecast for facts in microbatches]
+            self.learning.announce(forecasts, self.microbatch.shape)
 
     def announce_microbatch(self, facts: MicrobatchFacts) -> None:
         """The next microbatch (begin_microbatch); takes precedence over what `announce_update` said of it."""
@@ -162,6 +180,7 @@ class Controller:
             self.microbatch = Microbatch()
             if self._bypass is not Bypass.NONE:  # its units do not come here, and it is a microbatch all the same
                 self.microbatch.facts = self._announced.take()
+                self.learning.risk.pass_by(None)
 
     def end_forward(self) -> None:
         self._in_forward = False

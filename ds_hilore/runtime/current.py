@@ -120,6 +120,7 @@ def begin_update(
     num_tokens: Tensor | float,
     weights: Sequence[Tensor] | None = None,
     *,
+    exact_only: bool = False,
     engine: Any = None,
 ) -> None:
     """Tells all microbatches of this rank's next update, where the host knows them (GRPO does).
@@ -129,11 +130,14 @@ def begin_update(
         masks: per microbatch, [B, T]; true where a token is optimised.
         num_tokens: N of the whole update over all ranks (`objective.update.count_update_tokens`).
         weights: per microbatch, importance weights of the rollout engine.
+        exact_only: the loss has parts that do not go through log-probabilities (an entropy bonus, a router's auxiliary
+            loss), so nothing may be compressed.
 
     Raises:
         UsageError: lists of different lengths, shapes that do not fit, or no engine to tell.
     """
-    _told(engine, "begin_update").announce_update(announced_microbatches(advantages, masks, num_tokens, weights))
+    facts = announced_microbatches(advantages, masks, num_tokens, weights, exact_only)
+    _told(engine, "begin_update").announce_update(facts)
 
 
 def begin_microbatch(
@@ -142,10 +146,12 @@ def begin_microbatch(
     num_tokens: Tensor | float,
     weights: Tensor | None = None,
     *,
+    exact_only: bool = False,
     engine: Any = None,
 ) -> None:
-    """Tells one microbatch before its forward; shapes and errors as `begin_update`."""
-    _told(engine, "begin_microbatch").announce_microbatch(MicrobatchFacts(advantages, mask, num_tokens, weights))
+    """Tells one microbatch before its forward; shapes, `exact_only` and errors as `begin_update`."""
+    facts = MicrobatchFacts(advantages, mask, num_tokens, weights, exact_only)
+    _told(engine, "begin_microbatch").announce_microbatch(facts)
 
 
 def _told(engine: Any, name: str) -> Controller:

@@ -11,11 +11,12 @@ Each rank goes through the stages for itself: a rank may lack a class of units.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.treatment import REPLAYED, Treatment
 from ds_hilore.core.types import Plan, Shape, UnitId
 from ds_hilore.memory.prize import Prize, storing_bytes
@@ -26,6 +27,7 @@ from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext
 from ds_hilore.runtime.baseline import BaselineMeter
 from ds_hilore.runtime.budget import all_units, loss_leads
+from ds_hilore.runtime.forecast import Forecast
 from ds_hilore.runtime.microbatch import Microbatch, footprints
 from ds_hilore.runtime.parts import ControllerParts, Stage
 from ds_hilore.runtime.risk import Exposed, RiskKeeper, read
@@ -81,6 +83,30 @@ class Learning:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
+    def announce(self, forecasts: Sequence[Forecast | None], shape: Shape | None) -> None:
+        """All microbatches of this rank's next update are known. Where risk is priced: an exchange of all ranks.
+
+        Args:
+            forecasts: None: exact actions only.
+            shape: of the newest microbatch, whose plans stand for those to come; None: there was none.
+        """
+        self.risk.announce(forecasts)
+        if self.risk.priced and self._others is not None:
+            self._set_price(shape)
+
+    def _set_price(self, shape: Shape | None) -> None:
+        points: tuple[tuple[float, float], ...] = ()
+        if self.settled and shape is not None:
+            size = self._parts.planner.planning_shape(shape)
+            points = self._parts.planner.breakpoints(size, self.measurements.profiles(size))
+        self.risk.set_price(points, self._others)
+
+    @property
+    def _others(self) -> ControlPlane | None:
+        """The control plane, where there are other ranks."""
+        plane = self._parts.plane
+        return plane if plane is not None and plane.world_size > 1 else None
+
     def choose(self, batch: Microbatch, shape: Shape) -> Plan:
         """The representation of every unit, chosen before it runs (design section 4, first problem)."""
         if self.stage is Stage.MEASURE_H:
@@ -93,9 +119,10 @@ class Learning:
         size = planner.planning_shape(shape)
         profiles = self.measurements.profiles(size, batch.pruning)
         if self.risk.announced:
-            self.risk.price(planner.breakpoints(size, self.measurements.profiles(size)))
+            self._set_price(shape)
         forecast = None if batch.facts is None or not self.risk.active else batch.facts.forecast
-        found = planner.prepare(size, profiles, *self.risk.expect(shape.tokens, forecast), pruning=batch.pruning)
+        expected = (0.0, (1.0,)) if batch.exact_only else self.risk.expect(shape.tokens, forecast)
+        found = planner.prepare(size, profiles, *expected, pruning=batch.pruning)
         batch.prepared, plan = (None, found) if isinstance(found, Plan) else (found, found.plan)
         if self.prize is None:
             self._say_prize(plan, storing_bytes(profiles))
@@ -175,7 +202,7 @@ class Learning:
             self.measurements.note_forward(footprints(batch.alive()))
         self.baseline.backward_begins()
         calls = batch.alive()
-        told = self.risk.rules.limit > 0 and batch.coefficients
+        told = self.risk.rules.limit > 0 and batch.coefficients and not batch.exact_only
         seen = None
         if told or any(call.statistics for call in calls):
             seen = read(batch.coefficients if told else (), calls)
@@ -186,13 +213,14 @@ class Learning:
         """The second problem: what the prepared plan becomes, now that memory and coefficients are known."""
         level, row = self._watch.level_bytes(), batch.prepared
         if row is None or batch.shape is None:
-            if exposed is not None:
-                self.risk.observe(exposed)
+            self.risk.pass_by(exposed)
             return batch.plan
         units = [unit.unit for unit in row.problem.units]
         now = None if exposed is None else self.risk.decide(exposed, units)
         decided = self._parts.planner.decide(self._parts.planner.planning_shape(batch.shape), row, level, now)
-        if exposed is not None:
+        if exposed is None:
+            self.risk.pass_by(None)
+        else:
             self.risk.note(exposed, decided.risk)
         return decided
 

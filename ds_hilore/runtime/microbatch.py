@@ -11,6 +11,7 @@ from ds_hilore.core.treatment import REPLAYED, Treatment, treatment_of
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.planning.frontier import Prepared
 from ds_hilore.profiling.measure import UnitFootprint
+from ds_hilore.profiling.pruned import Pruned
 from ds_hilore.recovery.unit import UnitCall
 from ds_hilore.runtime.risk import read
 from ds_hilore.runtime.update import Coefficients, MicrobatchFacts
@@ -34,6 +35,7 @@ class Microbatch:
             None: nobody has told.
         prepared: what the plan may become after forward; None where it stands as it is.
         prunes: replays leave out what is dead.
+        pruning: how much of them, as far as plans go by it.
     """
 
     phase: Phase = Phase.IDLE
@@ -47,7 +49,13 @@ class Microbatch:
     facts: MicrobatchFacts | None = None
     live_share: float | None = None
     prunes: bool = False
+    pruning: Pruned | None = None
     coefficients: list[Coefficients] = field(default_factory=list)
+
+    @property
+    def exact_only(self) -> bool:
+        """Whether coefficients were announced not to tell the whole gradient."""
+        return self.facts is not None and self.facts.exact_only
 
     def alive(self) -> list[UnitCall]:
         return [call for reference in self.calls if (call := reference()) is not None]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_hilore.core.types import UnitId
+from ds_hilore.profiling.pruned import PRUNE_BELOW, Pruned
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.prune import Pruning, RolesOf
 from ds_hilore.recovery.roles import PruneRefusal
@@ -15,9 +16,6 @@ from ds_hilore.runtime.microbatch import Microbatch
 from ds_hilore.runtime.update import MicrobatchFacts
 
 _log = logging.getLogger(__name__)
-
-#: Pruned replays compute what dead-work-free replays skip, so a few dead positions are not worth them.
-PRUNE_BELOW = 0.9
 
 
 class Pruner:
@@ -59,6 +57,8 @@ class Pruner:
             batch.live_share = spared if self.spares_zero_advantages else kept
         # Not there yet: the host does not wait for it. A replay that finds everything live loses little.
         batch.prunes = not measuring and (batch.live_share is None or batch.live_share < PRUNE_BELOW)
+        if batch.prunes and batch.live_share is not None:
+            batch.pruning = Pruned.of(batch.live_share, frozenset(self.refused))
 
     def run(
         self,

@@ -18,12 +18,16 @@ from ds_hilore.runtime.liveness import ExpectedLengths
 
 @dataclass(frozen=True)
 class MicrobatchFacts:
-    """Known before a microbatch's forward. advantages [B], [B, 1] or [B, T]; mask [B, T]; weights as advantages."""
+    """Known before a microbatch's forward. advantages [B], [B, 1] or [B, T]; mask [B, T]; weights as advantages.
+
+    `exact_only`: the loss has parts that token coefficients do not hold, so no plan may compress.
+    """
 
     advantages: Tensor
     mask: Tensor
     num_tokens: Tensor | float
     weights: Tensor | None = None
+    exact_only: bool = False
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2:
@@ -53,6 +57,7 @@ def announced_microbatches(
     masks: Sequence[Tensor],
     num_tokens: Tensor | float,
     weights: Sequence[Tensor] | None,
+    exact_only: bool = False,
 ) -> list[MicrobatchFacts]:
     """One `MicrobatchFacts` per microbatch of this rank's update.
 
@@ -65,7 +70,8 @@ def announced_microbatches(
             f"{'no' if weights is None else len(weights)} weights; give one entry per microbatch"
         )
     per_batch = [None] * len(masks) if weights is None else list(weights)
-    return [MicrobatchFacts(a, m, num_tokens, w) for a, m, w in zip(advantages, masks, per_batch, strict=True)]
+    each = zip(advantages, masks, per_batch, strict=True)
+    return [MicrobatchFacts(a, m, num_tokens, w, exact_only) for a, m, w in each]
 
 
 class Announcements:
@@ -90,10 +96,15 @@ class Announcements:
     def take(self) -> MicrobatchFacts | None:
         """Facts of the microbatch that begins now: its own announcement, else its entry of the update's."""
         facts, self._next = self._next, None
-        if self._taken < len(self._update):
-            facts = facts or self._update[self._taken]
-            self._taken += 1
+        if facts is None and self._taken < len(self._update):
+            facts = self._update[self._taken]
+        self._taken += 1
         return facts
+
+    @property
+    def begun(self) -> int:
+        """Microbatches that have begun since the update did, or since it was announced."""
+        return self._taken
 
     def restart(self) -> None:
         """The update begins again at its first microbatch."""
