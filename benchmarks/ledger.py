@@ -32,6 +32,8 @@ from ds_hilore.memory.glibc import TIGHT_ENVIRONMENT
 
 RANKS = 2
 LAYERS, HIDDEN, VOCABULARY = 6, 320, 4096
+#: An adapter's gradient is then a mapping of its own (64 KiB): what is smaller stays in glibc's heap when freed.
+LORA_RANK = 64
 BEGIN, END = "<!-- table of benchmarks.ledger -->", "<!-- end of the table -->"
 
 OFFLOADS: dict[str, dict[str, Any]] = {
@@ -114,33 +116,23 @@ def predict(engine: Any, causal: Any, tokens: int, level: int) -> tuple[int, str
     from ds_hilore.integration.architecture import read_model
     from ds_hilore.integration.zero_facts import facts_of
     from ds_hilore.memory.arithmetic import zero_account
-    from ds_hilore.memory.ledger import Moment
     from ds_hilore.objective.head import CHUNK_BYTES
-    from ds_hilore.planning.problem import Problem, evaluate
-    from ds_hilore.profiling.cost_model import DeviceSpeed, analytic_profile, head_costs, layer_costs
-    from ds_hilore.profiling.fit import whole
+    from ds_hilore.profiling.cost_model import DeviceSpeed, head_costs, layer_costs
+    from ds_hilore.profiling.job import Job, Layer
 
     facts, shape = facts_of(engine), Shape(2, tokens)
-    account, gradients = zero_account(facts), facts.growing_gradients()
+    gradients = facts.growing_gradients()
     chunk = min(CHUNK_BYTES // (4 * VOCABULARY), shape.tokens)
     geometry = read_model(causal, Trained(chunk_tokens=chunk, gated_function=True))
-    speed = DeviceSpeed(1e11, 1e10)  # seconds do not matter here
     paths = [path for path, _ in engine.hilore.parts.unit_names.values()]
     costs = [layer_costs(layer) for layer in geometry.layers]
     if not facts.stepped:  # the first replay of a class is made a second time, to prove what is dead
         costs = [replace(c, gradient_bytes=c.replayed_bytes + c.gradient_bytes) for c in costs]
-    units = tuple(
-        analytic_profile(UnitId(path), path, cost, shape, speed, gradients.get(path, 0))
-        for path, cost in zip(paths, costs, strict=True)
-    )
-    bases = account.planning_bases(sum(unit.grad_bytes for unit in units))
-    forward, loss, backward = (count - account.at(Moment.REST) + level for count in bases)
-    loss += whole(head_costs(geometry.head).workspace_bytes.of(shape))
-    rows = evaluate(Problem(units, 2**62, forward, loss, backward), {})
-    peak = account.update_peak(rows.peak_bytes, level)
-    if peak == rows.peak_bytes:
-        return peak, str(rows.binding.row.value)
-    return peak, max((Moment.REDUCE, Moment.STEP), key=account.rise).value
+    layers = [Layer(UnitId(path), path, c, c, gradients.get(path, 0)) for path, c in zip(paths, costs, strict=True)]
+    account = zero_account(facts).at_level(level)
+    speed = DeviceSpeed(1e11, 1e10)  # seconds do not matter here
+    outcome = Job(tuple(layers), head_costs(geometry.head), account, shape, speed).replayed
+    return outcome.peak_bytes, outcome.fullest
 
 
 def _engine(setting: Setting) -> tuple[Any, Any]:
@@ -162,7 +154,8 @@ def _engine(setting: Setting) -> tuple[Any, Any]:
         "max_position_embeddings": 4096,
     }
     causal = LlamaForCausalLM(LlamaConfig(**shape))
-    model = get_peft_model(causal, LoraConfig(r=16, target_modules="all-linear")) if setting.adapters else causal
+    adapters = LoraConfig(r=LORA_RANK, target_modules="all-linear")
+    model = get_peft_model(causal, adapters) if setting.adapters else causal
     policy = Policy(model.train(), causal)
     zero = {"stage": setting.stage, "stage3_param_persistence_threshold": 1000, **OFFLOADS[setting.offload]}
     config = {

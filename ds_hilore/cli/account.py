@@ -8,7 +8,7 @@ from ds_hilore.core.types import Place
 from ds_hilore.memory.ledger import Account, Moment
 
 #: Accounts with more bytes than this are shown in GB.
-_SHOWN_IN_MEGABYTES = 20 * 10**9
+_SHOWN_IN_MEGABYTES = 10**10
 
 
 def account_table(account: Account, title: str = "memory of this rank") -> Table:

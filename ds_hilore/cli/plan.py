@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from ds_hilore.profiling.cost_model import DeviceSpeed
     from ds_hilore.profiling.job import Planned
 
-#: Exit codes: the JSON's own budget is met; nothing fits it; (2: the command line, the JSON or the model is wrong).
+#: Exit codes: a plan fits the JSON's own budget and the device; none does. 2: the request is wrong (main.py).
 FITS, DOES_NOT_FIT = 0, 1
 
 BUDGETS = ("1.0x", "1.1x", "1.2x", "1.5x", "2.0x")
+
+#: Columns of the tables where nobody says how many there are.
+_WIDTH = 150
 
 HELP = "what a plan would win for a model and a DeepSpeed JSON, without weights, a run or a GPU"
 EPILOG = """\
@@ -39,7 +42,8 @@ examples:
 
 --model is a folder with a config.json (or that file); no weights are read.
 
-exit codes: 0 a plan fits the JSON's own budget; 1 none does; 2 the command line, the JSON or the model is wrong.
+exit codes: 0 a plan fits the JSON's own budget and the device; 1 none does; 2 the command line, the JSON or the model
+is wrong.
 """
 
 
@@ -97,23 +101,35 @@ class Machine:
 
 @dataclass(frozen=True)
 class Answer:
-    """One budget: as it was written, in bytes, and what comes of it."""
+    """One budget: as it was written, in bytes, and what comes of it: a plan, or what even replaying everything lacks.
+
+    A plan may also be larger than the device, where the budget is.
+    """
 
     written: str
     budget_bytes: int
-    found: Planned | Infeasible
+    device_bytes: int
+    planned: Planned | None
+    refused: Infeasible | None
+
+    @property
+    def too_large(self) -> bool:
+        """The plan keeps the budget, and does not fit the device."""
+        return self.planned is not None and self.planned.outcome.peak_bytes > self.device_bytes
 
     @property
     def fits(self) -> bool:
-        return not hasattr(self.found, "min_bytes")
+        return self.planned is not None and not self.too_large
 
     def as_json(self) -> dict[str, Any]:
-        found: Any = self.found
-        start = {"budget": self.written, "budget_bytes": self.budget_bytes, "fits": self.fits}
-        if not self.fits:
-            return {**start, "min_bytes": found.min_bytes, "missing_bytes": found.missing_bytes, "fullest": found.row}
-        choice = {str(unit): name for unit, name in found.plan.choice.items()}
-        return {**start, "outcome": found.outcome.as_json(), "gap": found.gap, "choice": choice}
+        found: dict[str, Any] = {"budget": self.written, "budget_bytes": self.budget_bytes, "fits": self.fits}
+        if self.refused is not None:
+            found |= {"min_bytes": self.refused.min_bytes, "missing_bytes": self.refused.missing_bytes}
+            found |= {"fullest": self.refused.row}
+        if self.planned is not None:
+            choice = {str(unit): name for unit, name in self.planned.plan.choice.items()}
+            found |= {"outcome": self.planned.outcome.as_json(), "gap": self.planned.gap, "choice": choice}
+        return found
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -135,7 +151,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(seen, own, others, arguments, machine), indent=1))
     else:
-        show(Console(), seen, own, others, arguments, machine)
+        console = Console()
+        # a file or a pipe has no width of its own
+        show(console if console.is_terminal else Console(width=_WIDTH), seen, own, others, arguments, machine)
     return FITS if own.fits else DOES_NOT_FIT
 
 
@@ -144,15 +162,20 @@ def answers(seen: Outlook, ds: Any, arguments: argparse.Namespace, machine: Mach
     config = HiLoReConfig.from_ds_json(ds) or HiLoReConfig()
     own = _answer(seen, config.memory_budget, arguments.world, machine)
     budgets = [_budget(text) for text in arguments.budgets or BUDGETS]
-    return own, [_answer(seen, budget, arguments.world, machine) for budget in budgets]
+    others = [_answer(seen, budget, arguments.world, machine) for budget in budgets]
+    return own, [answer for answer in others if answer.budget_bytes != own.budget_bytes]
 
 
 def _answer(seen: Outlook, budget: MemoryBudget | RankBudgets, world: int, machine: Machine) -> Answer:
+    from ds_hilore.planning.problem import Infeasible
+
     limit = budget.for_rank(0, world)
     count = limit.bytes_on(machine.memory_bytes, seen.job.replayed.peak_bytes)
     written = limit.as_json()
     text = written if isinstance(written, str) else f"{written:g}" if isinstance(written, float) else gigabytes(written)
-    return Answer(text, count, seen.job.planned(count))
+    found = seen.job.planned(count)
+    planned, refused = (None, found) if isinstance(found, Infeasible) else (found, None)
+    return Answer(text, count, machine.memory_bytes, planned, refused)
 
 
 def _budget(text: str) -> MemoryBudget | RankBudgets:
@@ -322,13 +345,19 @@ def _budget_table(seen: Outlook, own: Answer, others: list[Answer]) -> Table:
     table.add_section()
     for answer in (own, *others):
         name = f"{answer.written} (the JSON's)" if answer is own else answer.written
-        found: Any = answer.found
-        if answer.fits:
-            cells = _cells(found.outcome, job.checkpointing.seconds)
-        else:
-            cells = ("does not fit", found.row, f"{gigabytes(found.missing_bytes)} missing", "", "", "")
-        table.add_row(name, gigabytes(answer.budget_bytes), *cells, style="bold" if answer is own else None)
+        style = "bold" if answer is own else None
+        table.add_row(
+            name, gigabytes(answer.budget_bytes), *_answer_cells(answer, job.checkpointing.seconds), style=style
+        )
     return table
+
+
+def _answer_cells(answer: Answer, checkpointing_s: float) -> tuple[str, ...]:
+    if answer.planned is None:
+        assert answer.refused is not None
+        return "does not fit", answer.refused.row, f"{gigabytes(answer.refused.missing_bytes)} missing", "", "", ""
+    peak, *others = _cells(answer.planned.outcome, checkpointing_s)
+    return (f"{peak}, device too small" if answer.too_large else peak), *others
 
 
 def _cells(outcome: Any, checkpointing_s: float) -> tuple[str, ...]:
@@ -344,15 +373,17 @@ def _cells(outcome: Any, checkpointing_s: float) -> tuple[str, ...]:
 
 
 def _verdict(seen: Outlook, own: Answer) -> str:
-    job, found = seen.job, own.found
+    job = seen.job
     replays = 1 - job.no_checkpointing.seconds / job.checkpointing.seconds
     start = f"recomputation is {replays:.0%} of a checkpointed update; "
-    if not own.fits:
-        return start + f"the budget {own.written} does not hold it: {found}"
-    outcome: Any = found
-    share, seconds = outcome.outcome.recovered_share, outcome.outcome.seconds
+    if own.planned is None:
+        return f"{start}under {own.written} {own.refused}; a larger budget, shorter microbatches or ZeRO-3 would help"
+    outcome = own.planned.outcome
+    if own.too_large:
+        missing = gigabytes(outcome.peak_bytes - own.device_bytes)
+        return f"{start}the plan under {own.written} needs {missing} more than the device has: name a smaller budget"
     return (
-        start + f"under {own.written} the plan recovers {share:.0%} of it: "
-        f"an update takes {1 - seconds / job.checkpointing.seconds:.1%} less time. Storing every unit would take "
+        f"{start}under {own.written} the plan recovers {outcome.recovered_share:.0%} of it: an update takes "
+        f"{1 - outcome.seconds / job.checkpointing.seconds:.1%} less time. Storing every unit would take "
         f"{gigabytes(job.storing_bytes)} more than replaying all."
     )

@@ -21,7 +21,7 @@ from ds_hilore.core.types import Action, Plan, Shape, UnitId, UnitProfile, Varia
 from ds_hilore.memory.ledger import Account, Moment, workload
 from ds_hilore.memory.prize import storing_bytes
 from ds_hilore.planning.frontier import first_frontier, gap
-from ds_hilore.planning.problem import Evaluation, Infeasible, Problem, Row, evaluate
+from ds_hilore.planning.problem import Evaluation, Infeasible, Problem, evaluate
 from ds_hilore.profiling.cost_model import DeviceSpeed, HeadCosts, LayerCosts, Work, analytic_profile
 from ds_hilore.profiling.fit import whole
 from ds_hilore.profiling.measure import RECOMPUTE, STORE
@@ -203,14 +203,3 @@ class Job:
         most = sum(self._seconds(one.plain.replay_with_dead) for one in self.layers)
         share = (most - extra_s) / most if most > 0 else 0.0
         return Outcome(peak, fullest, self.accumulation * (self._common_seconds + extra_s), share, dict(names))
-
-
-def row_names() -> Mapping[str, str]:
-    """What the names in `Outcome.fullest` and `Infeasible.row` mean."""
-    return {
-        Row.FORWARD.value: "units running in forward",
-        Row.LOSS.value: "the loss: logits or their chunks, over all that units keep",
-        Row.BACKWARD.value: "a unit's backward",
-        Moment.REDUCE.value: "gradients being reduced",
-        Moment.STEP.value: "the optimizer's step",
-    }
