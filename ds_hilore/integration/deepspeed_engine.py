@@ -81,7 +81,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     model: nn.Module | None = given.get("model")
     ds = read_ds_config(args, kwargs)
     config = HiLoReConfig.from_ds_json(ds) if ds is not None else None
-    if config is None or model is None:
+    if config is None or model is None or not _has_optimizer(given, ds):
         result: tuple[Any, Any, Any, Any] = original(*args, **kwargs)
         return result
     assert ds is not None
@@ -107,6 +107,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         attach(result[0], config, ds, units=None if is_pipeline(model) else units, notes=notes, plane=plane)
         on_failure.pop_all()
     return result
+
+
+def _has_optimizer(given: Mapping[str, Any], ds: Mapping[str, Any] | None) -> bool:
+    """False for engines that only run forward passes: TRL gives its reference and reward models the actor's JSON."""
+    found = given.get("optimizer") is not None or bool((ds or {}).get("optimizer"))
+    if not found:
+        _log.info("hilore: this engine has no optimizer, so it makes no updates: its block is not used")
+    return found
 
 
 def install() -> None:
@@ -267,7 +275,7 @@ def _risk_rules(engine: Any, config: HiLoReConfig) -> RiskRules:
         UnsupportedError: a pipeline, whose microbatches cannot be differentiated by themselves.
     """
     if not config.compresses:
-        return RiskRules()
+        return RiskRules(microbatches=engine.gradient_accumulation_steps())
     unknown = sorted(set(config.codecs) - set(codec_names()))
     if unknown:
         raise ConfigError(f"hilore.codecs: {unknown} are not known; known: {', '.join(codec_names())}")

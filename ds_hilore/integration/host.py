@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from ds_hilore.core.fabric import ControlPlane
+from ds_hilore.integration import trainer, trl
 from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch, ModelParallelRng
 from ds_hilore.integration.gated_mlp import apply_gated_mlps, undo_gated_mlps
 from ds_hilore.integration.gradient_checks import GradientChecks
 from ds_hilore.integration.gradient_norm import engine_gradient_norm, local_gradient_norm
 from ds_hilore.integration.gradient_scale import EngineScale
+from ds_hilore.integration.method_patch import applied
 from ds_hilore.integration.refusals import refuse_compile, refuse_compiled_model, refuse_no_sync
 from ds_hilore.integration.reset import reset_update
 from ds_hilore.integration.transformers import CheckpointingGuard, pretrained_models
@@ -48,6 +50,7 @@ class AttachedHost:
         self._change_model()
         DeepSpeedCheckpointPatch.apply()
         self._stack.callback(DeepSpeedCheckpointPatch.undo)
+        self._stack.enter_context(applied([*trainer.patches(), *trl.patches()]))
         self._change_engine()
         self.engine.__dict__["hilore"] = self.controller
         self.engine.__dict__["_hilore_host"] = self

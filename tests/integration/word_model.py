@@ -21,8 +21,8 @@ def save_word_model(folder: Path) -> None:
     llama().save_pretrained(folder)  # type: ignore[operator]
 
 
-def grpo_trainer(model: Path, config: Any) -> Any:
-    """TRL's GRPOTrainer with LoRA, rewards by the length of responses. Args: config: a GRPOConfig."""
+def grpo_trainer(model: Path, config: Any, lora: bool = True) -> Any:
+    """TRL's GRPOTrainer, rewards by the letters of responses. Args: config: a GRPOConfig."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOTrainer
@@ -32,5 +32,5 @@ def grpo_trainer(model: Path, config: Any) -> Any:
         args=config,
         reward_funcs=lambda completions, **_: [float(len(set(text)) % 5) for text in completions],
         train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(32)]}),
-        peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
     )
