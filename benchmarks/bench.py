@@ -56,6 +56,7 @@ class Bench:
         subject, vocabulary = policy(model, size, full_finetuning, loss)
         self.engine = engine_for(subject, START_BUDGET, max_gradient_error=max_gradient_error)
         self.batch = Batch.random(size, vocabulary, seed=0, device=self.engine.device)
+        self.count = self.batch.mask.sum()  # N: the loss is per token of these, whatever `batch` is left with
         self.meter = peak_meter(self.engine.device)
 
     @property
@@ -95,7 +96,7 @@ class Bench:
         batch, engine = self.batch, self.engine
         started = now()
         logps = engine(batch.ids, batch.mask)
-        loss = ds_hilore.grpo_loss(logps, batch.old_logps, batch.advantages, batch.mask, batch.mask.sum(), config=LOSS)
+        loss = ds_hilore.grpo_loss(logps, batch.old_logps, batch.advantages, batch.mask, self.count, config=LOSS)
         engine.backward(loss)
         if before_step is not None:
             before_step()

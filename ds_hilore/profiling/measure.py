@@ -277,6 +277,16 @@ class Measurements:
             return None
         return fits.rates.replay_s.of(shape) * self._slowness(shape)
 
+    def _replayed_backward_s(self, unit_class: str, shape: Shape, replay_s: float) -> float:
+        """Backward of R, replay included: observed, else analytic, else twice the replay (forward : backward is at least 1 : 1)."""
+        fits = self.classes[unit_class]
+        timed = fits.variants.get(RECOMPUTE)
+        if timed is not None and timed.backward.count:
+            return timed.backward.of(shape)
+        if unit_class in self.rates:
+            return replay_s + fits.rates.backward_s.of(shape) * self._slowness(shape)
+        return 2 * replay_s
+
     def _slowness(self, shape: Shape) -> float:
         """Measured over analytic seconds of what was observed of any class; 1 where nothing was."""
         for name, fits in self.classes.items():
@@ -324,10 +334,9 @@ class Measurements:
         )
         kept = [found for found in variants(whole, fits.parts) if (unit_class, found.name) not in self.struck]
         profile = UnitProfile(unit, unit_class, tuple(kept))
-        timed = fits.variants.get(RECOMPUTE)
-        if pruning is None or unit_class in pruning.unpruned or timed is None or not timed.backward.count:
+        if pruning is None or unit_class in pruning.unpruned:
             return profile
-        return pruned(profile, pruning.live, timed.backward.of(shape))
+        return pruned(profile, pruning.live, self._replayed_backward_s(unit_class, shape, replay_s))
 
     def _gained(self, unit_class: str, shape: Shape, variant: str) -> float | None:
         gain = self.gain(unit_class, variant, shape)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hilore.core.types import Action, Shape, UnitId, UnitProfile, Variant
-from ds_hilore.profiling.measure import Measurements, UnitFootprint
+from ds_hilore.profiling.fit import Rate
+from ds_hilore.profiling.measure import Measurements, UnitFootprint, UnitRates
 from ds_hilore.profiling.pruned import PRUNE_BELOW, Pruned, pruned
 
 REPLAY = Variant("R", Action.RECOMPUTE, 10)
@@ -49,8 +53,8 @@ def test_shares_are_rounded_up_to_one_of_few(live: float) -> None:
     assert live <= rounded.live <= min(1.0, live + 0.125) and rounded.live * 8 == int(rounded.live * 8)
 
 
-def learnt(backward_s: float | None) -> Measurements:
-    seen = Measurements()
+def learnt(backward_s: float | None, rates: Mapping[str, UnitRates] = MappingProxyType({})) -> Measurements:
+    seen = Measurements(rates)
     shape = Shape(2, 5)
     seen.note_forward([UnitFootprint(UnitId("layers.0", 0), "Layer", shape, 10, 50)])
     seen.replay_receiver(UnitId("layers.0", 0))(4.0)
@@ -71,6 +75,13 @@ def test_classes_that_are_not_pruned_stay_as_they_are() -> None:
     assert seen.profiles(shape, Pruned(0.5, frozenset({"Layer"}))) == seen.profiles(shape)
 
 
-def test_nothing_is_claimed_before_a_backward_was_timed() -> None:
-    seen, shape = learnt(None), Shape(2, 5)
-    assert seen.profiles(shape, Pruned(0.5)) == seen.profiles(shape)
+def test_a_backward_that_was_not_timed_is_taken_to_last_as_long_as_a_replay() -> None:
+    (unit,) = learnt(None).profiles(Shape(2, 5), Pruned(0.75))
+    assert unit.variant("H").saved_seconds == pytest.approx(4.0 - 8.0 * (1 - 0.75 / PRUNE_BELOW))
+
+
+def test_or_as_the_cost_model_has_it_at_the_speed_of_this_machine() -> None:
+    rates = UnitRates(backward_s=Rate(per_token=3.0), replay_s=Rate(per_token=2.0))
+    seen = learnt(None, {"Layer": rates})  # 10 tokens: 4 s of replay where 20 s were expected
+    (unit,) = seen.profiles(Shape(2, 5), Pruned(0.75))
+    assert unit.variant("H").saved_seconds == pytest.approx(4.0 - (4.0 + 30.0 / 5) * (1 - 0.75 / PRUNE_BELOW))
