@@ -278,7 +278,8 @@ class Measurements:
         return fits.rates.replay_s.of(shape) * self._slowness(shape)
 
     def _replayed_backward_s(self, unit_class: str, shape: Shape, replay_s: float) -> float:
-        """Backward of R, replay included: observed, else analytic, else twice the replay (forward : backward is at least 1 : 1)."""
+        """Backward of R, replay included: observed, else analytic, else twice the replay: backward
+        takes no less than forward."""
         fits = self.classes[unit_class]
         timed = fits.variants.get(RECOMPUTE)
         if timed is not None and timed.backward.count:
