@@ -162,6 +162,8 @@ def update_divisor(trainer: Any, inputs: Inputs, mask: Tensor) -> tuple[Tensor |
         return float(rows * microbatches * trainer.max_completion_length), None
     if loss_type in ("cispo", "dapo", "vespo"):
         share = trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
+        if loss_type == "cispo":  # TRL's ratios end at epsilon_high itself, so most are above it by default
+            share /= min(1.0, trainer.epsilon_high)
         return inputs["num_items_in_batch"].clamp(min=1.0) * share, None
     return mask.sum().clamp(min=1) * microbatches, None
 
