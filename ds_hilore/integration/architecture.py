@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from ds_hilore.core.errors import UnsupportedError
+from ds_hilore.objective.reach import CAUSAL, Reach
 from ds_hilore.profiling.cost_model import DeviceSpeed, unit_rates
 from ds_hilore.profiling.geometry import Adapters, Attention, Experts, HeadGeometry, LayerGeometry, ModelGeometry, Norm
 from ds_hilore.profiling.measure import UnitRates
@@ -185,6 +186,26 @@ def rates_by_class(
         number = layer_number(module, path)
         if label not in found and number is not None and number < len(layers):
             found[label] = unit_rates(layers[number], speed)
+    return found
+
+
+def reach_by_unit(model: nn.Module, names: Mapping[nn.Module, tuple[str, str]]) -> dict[str, Reach]:
+    """How far state of decoder layers reaches, by path, where that is not to all positions that follow: through
+    windows of their own attention and of all later layers'.
+
+    Args:
+        names: path and class label of every unit module (`Units.names`).
+    """
+    try:
+        windows = [layer.window for layer in read_model(model).layers]
+    except UnsupportedError:
+        return {}
+    found: dict[str, Reach] = {}
+    for module, (path, _) in names.items():
+        number = layer_number(module, path)
+        reach = CAUSAL if number is None else Reach.through(windows[number:] or [None])
+        if reach != CAUSAL:
+            found[path] = reach
     return found
 
 

@@ -22,7 +22,7 @@ from ds_hilore.core.config import HiLoReConfig, Mode, RankBudgets
 from ds_hilore.core.errors import ConfigError, UnsupportedError, UsageError
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.host_rules import check_against_ds_json
-from ds_hilore.integration.architecture import rates_by_class
+from ds_hilore.integration.architecture import rates_by_class, reach_by_unit
 from ds_hilore.integration.control_plane import control_plane
 from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
 from ds_hilore.integration.gradient_checks import CheckRules, GradientChecks
@@ -47,6 +47,7 @@ from ds_hilore.integration.transformers import pretrained_models
 from ds_hilore.integration.units import Units, find_units
 from ds_hilore.integration.zero3 import leaf_units
 from ds_hilore.memory.meter import peak_meter
+from ds_hilore.objective.reach import Reach
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.profiling.clock import clock_for
 from ds_hilore.profiling.cost_model import DeviceSpeed
@@ -263,8 +264,16 @@ def _controller(engine: Any, config: HiLoReConfig, units: Units, plane: ControlP
         # A pruned replay knows one microbatch at a time.
         roles=decoder_layer_roles if config.prune_zero_exposure and not is_pipeline(engine.module) else None,
         plane=plane,
+        reaches=_reaches(engine, units) if config.compresses else {},
     )
     return Controller(parts)
+
+
+def _reaches(engine: Any, units: Units) -> dict[str, Reach]:
+    found: dict[str, Reach] = {}
+    for model in pretrained_models(engine.module):
+        found |= reach_by_unit(model, units.names)
+    return found
 
 
 def _risk_rules(engine: Any, config: HiLoReConfig) -> RiskRules:

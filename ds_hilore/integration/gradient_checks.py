@@ -179,7 +179,7 @@ class GradientChecks:
                 place=wanted.place,
                 unit=wanted.unit,
                 microbatch=wanted.microbatch,
-                exposure=exposed.exposure,
+                exposure=exposed.of(wanted.unit),
                 encoding_error=_mean_error(found),
                 # the engine averages over ranks what each of them differentiates
                 gradient_error=distance(near, exact) / self._plane.world_size,

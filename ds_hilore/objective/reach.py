@@ -1,15 +1,26 @@
 """Exposures of units whose state reaches different tokens, and codec errors weighted by what they reach (design
 section 3: S of E_u, and the token-resolved form).
 
-State at position p of a segment reaches later positions through the attention of its own and of later layers, and no
-others. How far is the same for every microbatch: a `Reach`. Many units share one, so a microbatch needs only the
+State at position p matters for the token that p predicts, and through attention for later ones of its segment. A token
+that sees n positions takes about 1 / n of what it sees from each, so
+
+    w_p = |omega_p| + sum over later tokens t that state at p reaches of |omega_t| / n_t
+    E   = sqrt(sum_p w_p^2)
+
+n_t counts the positions that t sees: those of its segment up to its own, or a window of them. Errors of positions add
+in squares, as those of units and microbatches do, so that splitting a microbatch changes no risk. Measured (6 layers of
+SmolLM2-135M with LoRA, int8 MLP and bf16 attention of layers 0, 3 and 5, 20 microbatches of varied length, magnitude
+and pattern of omega): gradient errors scatter around kappa E e by 0.20 to 0.31 in logarithm; by 0.54 to 0.65 with
+E = sum |omega|, by 0.21 to 0.39 with sqrt(sum omega^2), by 0.69 to 0.79 where own positions count 1 / n_t.
+
+How far state reaches is the same for every microbatch: a `Reach`. Many units share one, so a microbatch needs only the
 exposures of the *distinct* ones, which come as one tensor on the device and cost one copy to the host:
 
     distinct = tuple(dict.fromkeys(reach_of_unit.values()))
     values = exposures(omega, distinct, mask, segment_ids)        # [len(distinct)]
 
 omega is laid out by position, as in exposure.py: column t holds the coefficient of the token that position t predicts.
-t counts from the start of its segment. Left padding is a segment of its own, else it counts as reaching.
+Positions count from the start of their segment. Left padding is a segment of its own, else it counts as reaching.
 """
 
 # B rows, T positions
@@ -78,12 +89,11 @@ def exposures(
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     routes: Mapping[str, Tensor] | None = None,
+    before: int = 0,
 ) -> Tensor:
-    """E = sum_t S_t |omega_t| of each reach, [len(reaches)] float64. NaN at a live token stays NaN.
+    """E of each reach (see the module), [len(reaches)] float64. NaN at a live token stays NaN.
 
-    S_t is the share of the positions p <= t of t's segment whose state reaches t: 1 for full causal attention,
-    1 / (t + 1) for a position's own, min(span, t + 1) / (t + 1) for a window. With a route only its positions count as
-    having state: their share of the t + 1 again, so that experts' exposures add up to that of all tokens.
+    With a route only its positions have state, so squares of experts' exposures add up to that of all tokens.
 
     Args:
         omega: [B, T].
@@ -92,27 +102,23 @@ def exposures(
         segment_ids: [B, T] integers, equal within a segment and different between neighbours. None: each row is one
             segment.
         routes: [B, T] bool or 0/1 by name: where the unit has state.
+        before: positions of each row before its first column, where omega begins behind a prompt. They have state, but
+            for routes; with `segment_ids` there are none.
 
     Raises:
         UsageError: shapes differ, or a route is not given.
 
-    Source: design section 3, E_u with c = 1.
+    Source: design section 3, E_u and "Token-resolved form".
     """
-    magnitude = magnitude_of(omega, mask).double()
-    position, start = _positions(omega, segment_ids)
-    seen = position - start + 1
-    per_position = magnitude / seen
+    if segment_ids is not None:
+        before = 0
     found = []
     for reach in reaches:
-        if reach.route is not None:
-            first = start if reach.span is None else torch.maximum(start, position - (reach.span - 1))
-            reaching = _counts(_route(reach, omega, routes), position, first)
-            found.append((per_position * reaching).sum())
-        elif reach.span is None:
-            found.append(magnitude.sum())
-        else:
-            found.append((per_position * seen.clamp(max=reach.span)).sum())
-    return torch.stack(found) if found else magnitude.new_zeros(0)
+        square = token_weights(omega, reach, mask, segment_ids, routes, before).square().sum()
+        if before and reach.route is None:
+            square = square + _weights_before(omega, reach, mask, before).square().sum()
+        found.append(square.sqrt())
+    return torch.stack(found) if found else omega.new_zeros(0, dtype=torch.float64)
 
 
 def token_weights(
@@ -121,22 +127,35 @@ def token_weights(
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     routes: Mapping[str, Tensor] | None = None,
+    before: int = 0,
 ) -> Tensor:
-    """w_p = sum of |omega| over the tokens that state at p reaches, [B, T] float64; 0 where the unit has no state.
-
-    `exposure.reach_weights` for any reach. Args and Raises as `exposures`.
+    """w_p (see the module), [B, T] float64; 0 where the unit has no state. Args and Raises as `exposures`.
 
     Source: design section 3, "Token-resolved form".
     """
     magnitude = magnitude_of(omega, mask).double()
-    position, _ = _positions(omega, segment_ids)
-    end = torch.full_like(position, omega.shape[1]) if segment_ids is None else next_segment(segment_ids)
+    position = torch.arange(omega.shape[1], device=omega.device).expand(omega.shape)
+    end = torch.full_like(position, omega.shape[1]) if segment_ids is None else next_segment(_like(segment_ids, omega))
     if reach.span is not None:
         end = torch.minimum(end, position + reach.span)
-    suffix = torch.cat([magnitude.flip(1).cumsum(1).flip(1), magnitude.new_zeros(len(magnitude), 1)], 1)
+    taken = magnitude / _seen(reach, position, segment_ids, before)
+    suffix = torch.cat([taken.flip(1).cumsum(1).flip(1), taken.new_zeros(len(taken), 1)], 1)
     # a scan on a GPU may round neighbours in different directions
-    weights = (suffix[:, :-1] - suffix.gather(1, end)).clamp(min=0)
+    later = (suffix[:, 1:] - suffix.gather(1, end)).clamp(min=0)
+    weights = magnitude + later
     return weights if reach.route is None else weights * (_route(reach, omega, routes) != 0)
+
+
+def _weights_before(omega: Tensor, reach: Reach, mask: Tensor | None, before: int) -> Tensor:
+    """w of the positions before the first column, nearest first, [B, <= before]: without those that reach nothing."""
+    tokens = omega.shape[1]
+    position = torch.arange(tokens, device=omega.device).expand(omega.shape)
+    taken = magnitude_of(omega, mask).double() / _seen(reach, position, None, before)
+    if reach.span is None:
+        return taken.sum(1, keepdim=True).expand(-1, before)
+    behind = torch.arange(1, min(before, reach.span - 1) + 1, device=omega.device)
+    up_to = torch.cat([taken.new_zeros(len(taken), 1), taken.cumsum(1)], 1)
+    return up_to[:, (reach.span - behind).clamp(max=tokens)]
 
 
 def token_weighted_error(
@@ -181,16 +200,20 @@ def token_weighted_error(
     return root_of_sum(row_error_square) / (root_of_sum(row_value_square) + _TINY)
 
 
-def _positions(omega: Tensor, segment_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[B, T] int64 each: the position in the row, and where its segment starts."""
-    position = torch.arange(omega.shape[1], device=omega.device).expand(omega.shape)
-    if segment_ids is None:
-        return position, torch.zeros_like(position)
+def _seen(reach: Reach, position: Tensor, segment_ids: Tensor | None, before: int) -> Tensor:
+    """n_t: positions that each token sees, [B, T]."""
+    seen = position + 1 + before
+    if segment_ids is not None:
+        starts = torch.ones_like(segment_ids, dtype=torch.bool)
+        starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+        seen = seen - torch.where(starts, position, 0).cummax(1).values
+    return seen if reach.span is None else seen.clamp(max=reach.span)
+
+
+def _like(segment_ids: Tensor, omega: Tensor) -> Tensor:
     if segment_ids.shape != omega.shape:
         raise UsageError(f"segment_ids {tuple(segment_ids.shape)} must have the shape of omega {tuple(omega.shape)}")
-    starts = torch.ones_like(segment_ids, dtype=torch.bool)
-    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return position, torch.where(starts, position, 0).cummax(1).values
+    return segment_ids
 
 
 def _route(reach: Reach, omega: Tensor, routes: Mapping[str, Tensor] | None) -> Tensor:
@@ -203,10 +226,3 @@ def _route(reach: Reach, omega: Tensor, routes: Mapping[str, Tensor] | None) -> 
             f"route {reach.route!r} {tuple(route.shape)} must have the shape of omega {tuple(omega.shape)}"
         )
     return route
-
-
-def _counts(route: Tensor, position: Tensor, first: Tensor) -> Tensor:
-    """[B, T] int64: positions of the route from `first` to `position`."""
-    up_to = (route != 0).cumsum(1)
-    before = torch.cat([up_to.new_zeros(len(up_to), 1), up_to], 1)
-    return before.gather(1, position + 1) - before.gather(1, first)

@@ -87,9 +87,9 @@ class StoredCoherence(Strict):
 
 
 class StoredCalibration(Strict):
-    """A whole calibration. `format`: version of this layout."""
+    """A whole calibration. `format`: version of this layout, and of what its exposures mean (objective/reach.py)."""
 
-    format: Literal[1]
+    format: Literal[2]
     bands: Annotated[int, Field(ge=1, le=64)]
     cost: StoredCost
     audits: StoredCoherence
@@ -112,7 +112,7 @@ class StoredCalibration(Strict):
         """What was learnt, as it is stored."""
         cost, audits = calibration.cost, calibration.audits
         return cls(
-            format=1,
+            format=2,
             bands=calibration.bands,
             cost=StoredCost(
                 seconds=cost.seconds, passes=cost.passes, slowest=cost.slowest, update_seconds=cost.update_seconds

@@ -1,7 +1,8 @@
 """What a microbatch's advantages tell of its exposure, before any forward pass.
 
-Ratios are taken to be 1 (GRPO's first pass over its data), terms without an advantage (KL) to be nothing. A constant
-factor between forecasts and what comes is learnt (planning/margin.py).
+Ratios are taken to be 1 (GRPO's first pass over its data), terms without an advantage (KL) to be nothing, and so are
+prompts, whose length nobody has told. A constant factor between forecasts and what comes is learnt
+(planning/margin.py).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import math
 import torch
 from torch import Tensor
 
+from ds_hilore.objective.reach import CAUSAL, exposures
 from ds_hilore.recovery.live import HostCopy
 from ds_hilore.runtime.liveness import by_token
 
 
 class Forecast:
-    """Foreseen sum of |omega| and number of optimised tokens, on their way to the host since the announcement.
+    """Foreseen exposure and number of optimised tokens, on their way to the host since the announcement.
 
     Args:
         advantages, mask, num_tokens, weights: those of `MicrobatchFacts`.
@@ -27,8 +29,8 @@ class Forecast:
         magnitude = by_token(advantages.detach().abs().double())
         if weights is not None:
             magnitude = magnitude * by_token(weights.detach().abs().double())
-        exposure = torch.where(live, magnitude, 0.0).sum() / num_tokens
-        self._numbers = HostCopy(torch.stack([exposure.double(), live.sum().double()]))
+        magnitude = torch.where(live, magnitude, 0.0) / num_tokens
+        self._numbers = HostCopy(torch.cat([exposures(magnitude, (CAUSAL,), mask), live.sum().double().reshape(1)]))
 
     @property
     def ready(self) -> bool:

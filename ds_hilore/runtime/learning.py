@@ -205,7 +205,7 @@ class Learning:
         told = self.risk.rules.limit > 0 and batch.coefficients and not batch.exact_only
         seen = None
         if told or any(call.statistics for call in calls):
-            seen = read(batch.coefficients if told else (), calls)
+            seen = read(batch.coefficients if told else (), calls, self._parts.reaches, batch.shape)
         self.exposed = seen if told else None
         batch.follow(self._decide(batch, self.exposed), frozenset() if seen is None else seen.unusable)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.memory.meter import PeakMeter
+from ds_hilore.objective.reach import Reach
 from ds_hilore.profiling.clock import Clock
 from ds_hilore.recovery.prune import RolesOf
 from ds_hilore.runtime.budget import RankPlanner
@@ -49,6 +50,7 @@ class ControllerParts:
         codecs: names of the codecs that plans may use; () for exact actions only.
         risk: what gradient error is allowed.
         roles: what the arguments of a unit mean, for pruning; None where nothing is to be pruned.
+        reaches: by unit path, of units whose state does not reach all positions that follow.
         plane: to the other ranks of the job, with which gradient error is shared; None: there are none.
     """
 
@@ -64,3 +66,4 @@ class ControllerParts:
     risk: RiskRules = field(default_factory=RiskRules)
     roles: RolesOf | None = None
     plane: ControlPlane | None = None
+    reaches: Mapping[str, Reach] = field(default_factory=dict)

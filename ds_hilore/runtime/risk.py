@@ -1,8 +1,8 @@
 """What an update may cost in gradient error, and what its microbatches do cost (design sections 3 and 4).
 
-Everything is absolute here: exposures E are sums of |omega|, kappa is error of a gradient per E and relative error of
-state, the budget B is `max_gradient_error` times a running norm of the reduced update. Scaling the loss scales all of
-them alike. Squares add up: over units, microbatches and ranks.
+Everything is absolute here: exposures E are those of this microbatch's omega (objective/reach.py), kappa is error of a
+gradient per E and relative error of state, the budget B is `max_gradient_error` times a running norm of the reduced
+update. Scaling the loss scales all of them alike. Squares add up: over tokens, units, microbatches and ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ds_hilore.core.fabric import ControlPlane
-from ds_hilore.core.types import UnitId
+from ds_hilore.core.types import Shape, UnitId
+from ds_hilore.objective.reach import CAUSAL, Reach, exposures
 from ds_hilore.planning.margin import ExposureMargin
 from ds_hilore.planning.price import Demand, PriceAccount, TokenAccount
 from ds_hilore.recovery.encoded import Statistic
@@ -51,14 +52,20 @@ class Exposed:
     """A microbatch's coefficients as far as plans need them, on the host.
 
     Attributes:
-        exposure: sum of |omega|; infinite where a coefficient is not finite.
+        exposure: E of units whose state reaches all that follows; infinite where a coefficient is not finite.
         tokens: those with a coefficient.
         unusable: units of which something encoded was not finite (rule C6 of the codecs).
+        by_unit: E of units whose state reaches less.
     """
 
     exposure: float
     tokens: int
     unusable: frozenset[UnitId] = frozenset()
+    by_unit: Mapping[UnitId, float] = field(default_factory=dict)
+
+    def of(self, unit: UnitId) -> float:
+        """E of a unit."""
+        return self.by_unit.get(unit, self.exposure)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class RiskKeeper:
     """One rank's account of gradient error.
 
     Attributes:
-        typical: running mean exposure per token of its microbatches.
+        typical: running mean exposure of its microbatches over the root of their tokens.
         price: lambda of an announced update, seconds per risk cost; None where budgets go by tokens.
     """
 
@@ -162,7 +169,7 @@ class RiskKeeper:
         if not self.active or self.typical <= 0 or unforeseeable:
             return 0.0, (1.0,)
         share = self.budget / math.sqrt(self.rules.microbatches)
-        self._predicted = self.typical * (self.tokens or tokens)
+        self._predicted = self.typical * math.sqrt(self.tokens or tokens)
         if isinstance(self._account, PriceAccount) and forecast is not None:
             share, self._predicted = math.sqrt(self._account.expected()), forecast.exposure
             if self._predicted == 0:
@@ -181,10 +188,12 @@ class RiskKeeper:
             granted = self._account.grant(exposure if math.isfinite(exposure) else None)
         else:
             granted = self._account.grant(exposed.tokens)
+        frozen = None
         if self.rules.static and self.frozen is not None and math.isfinite(exposure):
-            exposure = self.frozen
+            frozen = self.frozen
             granted = self.budget**2 / self.rules.microbatches
-        exposures = {unit: math.inf if unit in exposed.unusable else exposure for unit in units}
+        exposures = {unit: exposed.of(unit) if frozen is None else frozen for unit in units}
+        exposures.update(dict.fromkeys(exposures.keys() & exposed.unusable, math.inf))
         return RiskNow(math.sqrt(granted), exposures)
 
     def pass_by(self, exposed: Exposed | None) -> None:
@@ -212,7 +221,7 @@ class RiskKeeper:
             self.margin.observe(predicted, exposed.exposure)
         self._seen += 1
         fade = max(1 / self._seen, 1 / MEMORY)
-        self.typical += fade * (exposed.exposure / exposed.tokens - self.typical)
+        self.typical += fade * (exposed.exposure / math.sqrt(exposed.tokens) - self.typical)
         self.tokens += fade * (exposed.tokens - self.tokens)
 
     def freeze(self, exposures: Sequence[float]) -> None:
@@ -253,32 +262,60 @@ class RiskKeeper:
         self._forecasts, self._demands = [], []
 
 
-def read(coefficients: Sequence[Coefficients], calls: Sequence[UnitCall]) -> Exposed:
+def read(
+    coefficients: Sequence[Coefficients],
+    calls: Sequence[UnitCall],
+    reaches: Mapping[str, Reach] | None = None,
+    shape: Shape | None = None,
+) -> Exposed:
     """Brings what is needed of a microbatch's coefficients and of its encoded state to the host, in one copy.
 
     Without coefficients nothing is known of the exposure, which is infinite then.
+
+    Args:
+        reaches: by unit name, of units whose state does not reach all that follows.
+        shape: of the units, to tell how many positions lie before those with coefficients.
     """
+    reach_of = _reaches([call.unit for call in calls], reaches or {}, shape)
+    distinct = tuple(dict.fromkeys((CAUSAL, *reach_of.values())))
     flagged = [(call.unit, statistic) for call in calls for statistic in call.statistics]
-    parts = [_facts(each) for each in coefficients] + [_flag(statistic) for _, statistic in flagged]
+    parts = [_facts(each, distinct, shape) for each in coefficients] + [_flag(statistic) for _, statistic in flagged]
     if not parts:
         return Exposed(math.inf, 0)
     device = parts[0].device
     values = HostCopy(torch.cat([part.to(device) for part in parts])).get().tolist()
-    facts = [values[3 * k : 3 * k + 3] for k in range(len(coefficients))]
-    finite = bool(facts) and all(fact[1] for fact in facts)
-    flags = values[3 * len(coefficients) :]
+    width = 2 + len(distinct)
+    facts = [values[width * k : width * (k + 1)] for k in range(len(coefficients))]
+    finite = bool(facts) and all(fact[0] for fact in facts)
+    columns = zip(distinct, *(fact[2:] for fact in facts))
+    found = {reach: math.hypot(*column) if finite else math.inf for reach, *column in columns}
+    flags = values[width * len(coefficients) :]
     return Exposed(
-        math.fsum(fact[0] for fact in facts) if finite else math.inf,
-        int(sum(fact[2] for fact in facts)),
+        found[CAUSAL],
+        int(sum(fact[1] for fact in facts)),
         frozenset(unit for (unit, _), usable in zip(flagged, flags) if not usable),
+        {unit: found[reach] for unit, reach in reach_of.items()},
     )
 
 
-def _facts(each: Coefficients) -> Tensor:
-    """[3] float64: exposure, whether finite, tokens."""
+def _reaches(units: Iterable[UnitId], reaches: Mapping[str, Reach], shape: Shape | None) -> dict[UnitId, Reach]:
+    """Those of units that do not reach all that follows in this shape: windows that hold it are none."""
+    found = {unit: reaches[unit.name] for unit in units if unit.name in reaches}
+    longest = math.inf if shape is None else shape.length
+    return {
+        unit: reach for unit, reach in found.items() if reach.route is not None or (reach.span or longest) < longest
+    }
+
+
+def _facts(each: Coefficients, reaches: Sequence[Reach], shape: Shape | None) -> Tensor:
+    """[2 + reaches] float64: whether finite, tokens, exposures."""
+    rows, tokens = each.omega.shape
+    # coefficients of a row's last tokens; what predicts the first of them is the last position of its prompt
+    before = max(0, shape.length - tokens - 1) if shape is not None and shape.segments == rows else 0
     live = (each.mask != 0).sum() if each.mask is not None else torch.full_like(each.omega[:1, :1], each.omega.numel())
-    found = each.facts
-    return torch.stack([found.exposure.double(), found.finite.double(), live.double().reshape(())])
+    flags = torch.stack([each.facts.finite.double(), live.double().reshape(())])
+    with torch.no_grad():
+        return torch.cat([flags, exposures(each.omega, reaches, each.mask, before=before)])
 
 
 def _flag(statistic: Statistic) -> Tensor:

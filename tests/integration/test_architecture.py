@@ -14,8 +14,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from ds_hilore.core.errors import UnsupportedError
 from ds_hilore.core.treatment import REPLAYED, STORED
 from ds_hilore.core.types import Shape, UnitId
-from ds_hilore.integration.architecture import FAMILIES, Setting, adapters_of, rates_by_class, read_config, read_model
+from ds_hilore.integration.architecture import (
+    FAMILIES,
+    Setting,
+    adapters_of,
+    rates_by_class,
+    reach_by_unit,
+    read_config,
+    read_model,
+)
 from ds_hilore.integration.units import find_units
+from ds_hilore.objective.reach import Reach
 from ds_hilore.profiling.cost_model import DeviceSpeed, LayerCosts, layer_costs, projections
 from ds_hilore.profiling.geometry import Adapters, Attention, Experts, LayerGeometry, Norm
 from ds_hilore.recovery.bundle import parameter_of
@@ -300,3 +309,13 @@ def test_published_shapes() -> None:
     inner, last = projections(layer)
     weights = 32 * sum(p.inputs * p.outputs for p in [*inner, *last])
     assert weights == pytest.approx(6.98e9, rel=0.001)  # of Llama-3.1-8B's 8.03e9, 2 x 0.525e9 are embedding and head
+
+
+def test_how_far_state_of_layers_reaches() -> None:
+    """Gemma-3 with a full attention in every third of five layers: behind it, windows of 8 add up."""
+    model = models.gemma3(layers=5)
+    units = find_units(model, "auto")
+    found = reach_by_unit(model, units.names)
+    assert found == {"model.layers.3": Reach(1 + 7 + 7), "model.layers.4": Reach(8)}
+    assert reach_by_unit(models.llama(), find_units(models.llama(), "auto").names) == {}
+    assert reach_by_unit(nn.Linear(2, 2), {}) == {}

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_hilore.core.errors import UsageError
-from ds_hilore.objective.exposure import exposure, reach_weights
 from ds_hilore.objective.reach import CAUSAL, OWN_POSITION, Reach, exposures, token_weighted_error, token_weights
 from tests.objective.cases import Watcher, untimed
 
@@ -40,20 +39,20 @@ class Case:
             source <= token and same and near and (reach.route is None or bool(self.routes[reach.route][row, source]))
         )
 
-    def exposure(self, reach: Reach, packed: bool) -> float:
-        total = 0.0
-        rows, tokens = self.omega.shape
-        for row in range(rows):
-            for token in range(tokens):
-                ids = self.segments[row].tolist()
-                seen = [p for p in range(token + 1) if not packed or ids[p] == ids[token]]
-                reaching = [p for p in seen if self.reaches(reach, row, p, token, packed)]
-                total += len(reaching) / len(seen) * self.size(row, token)
+    def weight(self, reach: Reach, row: int, source: int, packed: bool) -> float:
+        if reach.route is not None and not self.routes[reach.route][row, source]:
+            return 0.0
+        ids = self.segments[row].tolist()
+        total = self.size(row, source)
+        for token in range(source + 1, len(ids)):
+            if self.reaches(reach, row, source, token, packed):
+                seen = len([p for p in range(token + 1) if not packed or ids[p] == ids[token]])
+                total += self.size(row, token) / min(seen, reach.span or seen)
         return total
 
-    def weight(self, reach: Reach, row: int, source: int, packed: bool) -> float:
-        tokens = range(self.omega.shape[1])
-        return math.fsum(self.size(row, t) for t in tokens if self.reaches(reach, row, source, t, packed))
+    def exposure(self, reach: Reach, packed: bool) -> float:
+        rows, tokens = self.omega.shape
+        return math.sqrt(sum(self.weight(reach, b, p, packed) ** 2 for b in range(rows) for p in range(tokens)))
 
 
 @st.composite
@@ -82,7 +81,20 @@ def test_exposures_by_loops(case: Case, packed: bool) -> None:
     found = exposures(case.omega, REACHES, case.mask, segments, case.routes)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found.tolist(), [case.exposure(reach, packed) for reach in REACHES])
-    torch.testing.assert_close(found[0], exposure(case.omega, case.mask), rtol=0, atol=0)
+    alone = case.omega[case.mask].square().sum().sqrt()
+    torch.testing.assert_close(found[1], alone)
+
+
+@given(cases(), st.integers(1, 6))
+@untimed(max_examples=60)
+def test_a_prompt_is_positions_without_coefficients(case: Case, before: int) -> None:
+    rows = len(case.omega)
+    whole = torch.cat([torch.full((rows, before), math.nan, dtype=torch.float64), case.omega], 1)
+    mask = torch.cat([torch.zeros(rows, before, dtype=torch.bool), case.mask], 1)
+    reaches = REACHES[:5]
+    torch.testing.assert_close(
+        exposures(case.omega, reaches, case.mask, before=before), exposures(whole, reaches, mask)
+    )
 
 
 @given(cases(), st.booleans())
@@ -95,9 +107,6 @@ def test_weights_by_loops(case: Case, packed: bool) -> None:
         loops = [[case.weight(reach, row, p, packed) for p in range(tokens)] for row in range(rows)]
         torch.testing.assert_close(found.tolist(), loops)
         assert (found >= 0).all()
-    torch.testing.assert_close(
-        token_weights(case.omega, CAUSAL, case.mask, segments), reach_weights(case.omega, segments, case.mask)
-    )
 
 
 def test_by_hand() -> None:
@@ -105,18 +114,22 @@ def test_by_hand() -> None:
     found = exposures(
         omega, (CAUSAL, Reach(2), OWN_POSITION, Reach(route="e")), routes={"e": torch.tensor([[0, 0, 1]])}
     )
-    # shares of the tokens at 1 and 2: all; 2 of 2 and 2 of 3; 1 of 2 and 1 of 3; none and 1 of 3
-    assert found.tolist() == pytest.approx([9.0, 6 + 2.0, 3 + 1.0, 1.0])
+    # the tokens at 1 and 2 see two and three positions; within a window of two, both see two
+    expected = [[6 / 2 + 3 / 3, 6 + 3 / 3, 3], [6 / 2, 6 + 3 / 2, 3], [0, 6, 3], [3]]
+    assert found.tolist() == pytest.approx([math.hypot(*weights) for weights in expected])
 
 
 def test_two_units_of_one_microbatch_differ() -> None:
-    """The last layer's MLP is exposed to less than the first layer, and more so the longer the sequence."""
-    ratios = []
-    for tokens in (4, 64):
-        first, last = exposures(torch.ones(2, tokens), (CAUSAL, OWN_POSITION)).tolist()
-        assert last < first
-        ratios.append(last / first)
-    assert ratios[1] < ratios[0]
+    """State that only reaches its own position is exposed to less than what passes attention."""
+    first, last = exposures(torch.ones(2, 64), (CAUSAL, OWN_POSITION)).tolist()
+    assert last == pytest.approx(math.sqrt(2 * 64)) and first > 1.2 * last
+
+
+def test_splitting_a_microbatch_changes_no_risk() -> None:
+    """Squares add up over rows, as they do over microbatches and ranks."""
+    omega = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    whole, *parts = (exposures(part, REACHES[:5], before=3) for part in (omega, omega[:1], omega[1:]))
+    torch.testing.assert_close(whole.square(), sum(part.square() for part in parts))
 
 
 @given(cases(), st.floats(1e-6, 1e6))
@@ -135,7 +148,7 @@ def test_experts_share_what_all_tokens_are_exposed_to(case: Case) -> None:
         whole, one, other = exposures(
             case.omega, (Reach(span), Reach(span, "a"), Reach(span, "others")), case.mask, case.segments, routes
         )
-        torch.testing.assert_close(one + other, whole)
+        torch.testing.assert_close(one.square() + other.square(), whole.square())
 
 
 def test_windows_of_later_layers_add_up() -> None:
@@ -159,7 +172,7 @@ def test_packed_rows_are_as_rows_of_their_own() -> None:
 
 def test_bfloat16_and_live_nan() -> None:
     omega = torch.ones(1, 4096, dtype=torch.bfloat16)
-    assert exposures(omega, (CAUSAL, Reach(4096))).tolist() == [4096.0, pytest.approx(4096.0)]
+    assert exposures(omega, (OWN_POSITION, Reach(4096))).tolist()[0] == 64.0
     omega[0, 5] = math.nan
     assert exposures(omega, REACHES[:5]).isnan().all()
 

@@ -97,7 +97,7 @@ def test_resumed_rotation_goes_on_where_it_stopped() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("format",), 2, "format"),
+        (("format",), 1, "format"),
         (("bands",), 2, "deeper than there are bands"),
         (("bands",), 0, "bands"),
         (("extra",), 1, "extra"),

@@ -9,15 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hilore.core.types import UnitId
 from ds_hilore.planning.price import Demand
-from ds_hilore.runtime.forecast import Forecast
 from ds_hilore.runtime.pricing import demanded, split
 from ds_hilore.runtime.risk import Exposed, RiskKeeper, RiskRules
+from tests.runtime.test_risk import forecast
 
 LIMIT, TOKENS = 0.01, 10
 UNITS = [UnitId("a")]
@@ -46,10 +45,6 @@ def on_ranks(count: int, body: Callable[[_Plane], T]) -> list[T]:
     meeting, table = threading.Barrier(count), dict[int, Any]()
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(body, [_Plane(rank, count, meeting, table) for rank in range(count)]))
-
-
-def forecast(exposure: float) -> Forecast:
-    return Forecast(torch.tensor([exposure]), torch.ones(1, TOKENS), float(TOKENS), None)
 
 
 def keeper(ranks: int, microbatches: int, norm: float = 1.0) -> RiskKeeper:

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hilore.core.types import UnitId
+from ds_hilore.core.types import Shape, UnitId
+from ds_hilore.objective.grpo import GRPOLossConfig, token_coefficients
+from ds_hilore.objective.reach import CAUSAL, OWN_POSITION, Reach, exposures
 from ds_hilore.recovery.encoded import Statistic
 from ds_hilore.runtime.forecast import Forecast
 from ds_hilore.runtime.risk import Exposed, RiskKeeper, RiskRules, read
@@ -54,7 +56,12 @@ def test_scaling_the_loss_changes_nothing(norm: float, scale: float) -> None:
 
 
 def forecast(exposure: float, tokens: int = 10) -> Forecast:
-    return Forecast(torch.tensor([exposure]), torch.ones(1, tokens), float(tokens), None)
+    """Of a microbatch with this exposure."""
+
+    def made(advantage: float) -> Forecast:
+        return Forecast(torch.tensor([advantage]).double(), torch.ones(1, tokens), float(tokens), None)
+
+    return made(exposure / made(1.0).exposure)
 
 
 #: Plans that save 1, 2 and 3 seconds at risks of 1, 2 and 4 per exposure.
@@ -132,11 +139,18 @@ def test_a_microbatch_is_compared_with_its_own_forecast_only() -> None:
 
 
 def test_a_forecast_is_the_exposure_at_ratio_1() -> None:
+    """Of the coefficients that the loss gives before anything has moved, without a prompt and without KL."""
     advantages, mask = torch.tensor([2.0, -0.5]), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    made = Forecast(advantages, mask, 3, torch.tensor([0.5, 1.0]))
-    assert made.ready and made.exposure == pytest.approx((2 * 1.0 + 0.5) / 3) and made.tokens == 3
-    by_token = Forecast(advantages[:, None].expand(2, 3), mask, torch.tensor(3.0), None)
-    assert by_token.exposure == pytest.approx(4.5 / 3)
+    weights = torch.tensor([0.5, 1.0])
+    made = Forecast(advantages, mask, 3, weights)
+    logps = torch.zeros(2, 3)
+    omega = token_coefficients(
+        logps, logps, advantages, mask, 3, config=GRPOLossConfig(beta=0.0), weights=weights[:, None]
+    )
+    seen = read([Coefficients(omega, Source.FORMULA, mask)], [])
+    assert made.ready and made.exposure == pytest.approx(seen.exposure) and made.tokens == seen.tokens == 3
+    by_token = Forecast(advantages[:, None].expand(2, 3), mask, torch.tensor(3.0), weights)
+    assert by_token.exposure == pytest.approx(made.exposure)
 
 
 def test_calm_microbatches_leave_what_they_do_not_use() -> None:
@@ -202,7 +216,32 @@ def test_what_is_read_of_a_microbatch() -> None:
         Coefficients(torch.full((1, 2), 0.25), Source.FORMULA),
     ]
     calls = [_Call(UNITS[0], 0.1, math.nan), _Call(UNITS[1], 0.1, 0.2)]
-    assert read(seen, calls) == Exposed(2.0, 4, frozenset({UNITS[0]}))  # type: ignore[arg-type]
+    parts = [(0.5 + 1 / 2, 1.0), (0.25 + 0.25 / 2, 0.25)]  # each token sees half of the other one at most
+    expected = math.hypot(*parts[0], *parts[1])
+    assert read(seen, calls) == Exposed(pytest.approx(expected), 4, frozenset({UNITS[0]}))  # type: ignore[arg-type]
+
+
+def test_units_of_one_microbatch_are_exposed_by_their_reach() -> None:
+    """In one copy, with the prompt before the coefficients; a window that holds the row is none."""
+    omega = torch.randn(2, 6, generator=torch.Generator().manual_seed(0)).double()
+    shape = Shape(2, 10)
+    reaches = {"b": Reach(4), "c": Reach(10), "d": Reach(1)}
+    calls = [_Call(UnitId(name)) for name in "abcd"]
+    seen = read([Coefficients(omega, Source.FORMULA)], calls, reaches, shape)  # type: ignore[arg-type]
+    wide, narrow, own = exposures(omega, (CAUSAL, Reach(4), OWN_POSITION), before=3).tolist()
+    assert seen.by_unit == {UnitId("b"): narrow, UnitId("d"): own} and seen.exposure == wide
+    now = keeper().decide(seen, [UnitId(name) for name in "abcd"])
+    assert [now.exposures[UnitId(name)] for name in "abcd"] == [wide, narrow, wide, own]
+    assert len({wide, narrow, own}) == 3
+    packed = read([Coefficients(omega.reshape(1, 12), Source.FORMULA)], calls, reaches, shape)  # type: ignore[arg-type]
+    assert packed.exposure == pytest.approx(exposures(omega.reshape(1, 12), (CAUSAL,)).item())
+
+
+def test_coefficients_that_are_not_finite_count_for_all_reaches() -> None:
+    calls = [_Call(UnitId("b"))]
+    broken = Coefficients(torch.tensor([[1.0, math.nan]]), Source.FORMULA)
+    seen = read([broken], calls, {"b": Reach(1)}, Shape(1, 2))  # type: ignore[arg-type]
+    assert seen.exposure == seen.of(UnitId("b")) == math.inf
 
 
 def test_without_coefficients_only_encoded_state_is_read() -> None:
