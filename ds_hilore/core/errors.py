@@ -47,5 +47,9 @@ class PlanError(HiLoReError, RuntimeError):
     """A plan does not fit the units, the lattice or the budget it was made for. Our own bug, or a foreign plan."""
 
 
+class MemoryExhausted(HiLoReError, RuntimeError):
+    """An allocation failed and nothing was left to give up. The update has to run again on all ranks."""
+
+
 class RankMismatch(HiLoReError, RuntimeError):
     """Ranks disagree on something that all must share, or one of them did not answer in time."""

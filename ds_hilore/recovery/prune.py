@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -318,7 +319,7 @@ class PrunedCall(UnitCall):
         given = GradientSums(len(self.source.parameters))
         before: Tensor | None = None
         for cut in cutting.cuts:
-            part, parameters = self._replay_part(cut, gradient, wants_hidden)
+            part, parameters = self.persist(partial(self._replay_part, cut, gradient, wants_hidden))
             given.add(parameters)
             if part is not None and cut.whole:
                 before = part

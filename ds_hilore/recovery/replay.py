@@ -100,8 +100,12 @@ class Replay:
                 source.inputs.function(*args, **kwargs)
         except EarlyStop:
             pass
+        except BaseException:
+            self.trace = None  # its nodes hold the handles, which hold the replay: a cycle that gc cannot see
+            raise
         finally:
             self._builder = None  # it holds the nodes of this replay, hence its graph
+            self._skipped_input = None  # so does this one, where a call ended early
         if self._mismatch is not None:  # raised already, but the unit may catch exceptions around its work
             raise self._mismatch
         if self._count > source.last_needed:

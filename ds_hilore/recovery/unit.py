@@ -14,6 +14,8 @@ R6  Inputs are held as detached aliases; version and generation (optimizer steps
 R7  A unit inside a unit is part of the outer one: it runs plainly, the outer call owns everything.
 R8  A replay takes RNG, autocast and routing of its forward and leaves the streams as it found them.
 R9  Nothing here calls a collective: under ZeRO-3 the unit's parameters are gathered by its leaf module before.
+R10 A decode or replay that fails for want of memory is done again for as long as other calls can give up state
+    (`relieve`). A failed one leaves nothing behind: streams, slots and values are as before it.
 
 Not covered: what a unit changes outside of its outputs (running statistics, caches) is changed again by a replay.
 """
@@ -25,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +50,8 @@ from ds_hilore.recovery.surroundings import RngTracker, Surroundings
 
 #: Kinds of calls whose state groups are looked up, over all classes of units.
 MAX_KINDS_OF_CALLS = 64
+
+Result = TypeVar("Result")
 
 _inside_unit: ContextVar[bool] = ContextVar("ds_hilore_inside_unit", default=False)
 
@@ -80,6 +84,8 @@ class RecoveryContext:
     settled: bool = True  # False between a forward and the moment its final plan is applied
     settle: Callable[[], None] = lambda: None
     timing: Callable[[UnitId], AbstractContextManager[None]] = lambda unit: nullcontext()  # around each replay
+    relieve: Callable[[UnitCall, Exception], bool] = lambda call, error: False  # memory was freed: try again (R10)
+    at_work: UnitId | None = None  # the unit that ran or was recovered last
     watch: Callable[[UnitCall], None] | None = None  # told whenever a call's saved tensor is wanted in backward
     sample: Callable[[UnitCall, list[Shelf]], None] | None = None  # shown what of a stored call can be encoded
     around_operator: Callable[[], AbstractContextManager[None]] = nullcontext  # around those whose outputs are kept
@@ -141,6 +147,7 @@ class UnitCall:
         self.outputs = OutputTape(treatment.keeps, context.around_operator) if treatment.keeps else None
         self.statistics: list[Statistic] = []  # of what was encoded
         self.metas: list[SlotMeta | None] = []
+        self.used = False  # a saved tensor was asked for
         self.last_needed = -1
         self._builder: BundleBuilder | None = None
         self._kind: tuple[Hashable, ...] = ()
@@ -164,6 +171,7 @@ class UnitCall:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The unit's forward with the caller's own tensors: exact, with grad (R1)."""
         try:
+        self.context.at_work = self.unit
             with ExitStack() as stack:
                 stack.enter_context(unit_scope())
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
@@ -264,6 +272,18 @@ class UnitCall:
         return value
 
     def check_generation(self) -> None:
+    def persist(self, work: Callable[[], Result]) -> Result:
+        """`work()` of this call's backward, again where it failed for want of memory and some was freed (R10)."""
+        self.used = True
+        self.context.at_work = self.unit
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                if not self.context.relieve(self, error):
+                    raise
+            # Only here is what failed gone: the exception's traceback held it.
+
         """Raises `StateChanged` where an optimizer step or loaded weights came after the forward (R6)."""
         if self.generation != self.context.generation:
             raise StateChanged(
@@ -323,12 +343,19 @@ def _unpack(held: Handle | ParameterRef) -> Tensor:
     if context.watch is not None:
         context.watch(call)
     call.check_generation()
-    try:
-        value = held.value
-        if value is None:
-            value = call.recover(held.index)
-        return value.get()
-    except StateChanged as changed:
-        if call.label in str(changed):
-            raise
-        raise StateChanged(f"{call.label}: {changed}") from changed
+    call.used = True
+    context.at_work = call.unit
+    value = held.value
+    while True:
+        try:
+            if value is None:
+                value = call.recover(held.index)
+            return value.get()
+        except StateChanged as changed:
+            if call.label in str(changed):
+                raise
+            raise StateChanged(f"{call.label}: {changed}") from changed
+        except Exception as error:
+            if not context.relieve(call, error):  # R10
+                raise
+        # as `persist` does it, without one call more for every saved tensor

@@ -60,6 +60,7 @@ class RankPlanner:
 
     def __init__(self, budget: MemoryBudget, solver: Solver, limits: SolverLimits, room_bytes: int = 0) -> None:
         self._room = room_bytes
+        self._margin = 0
         self.budget = budget
         self.budget_bytes = 0
         self.infeasible: Infeasible | None = None
@@ -110,6 +111,12 @@ class RankPlanner:
         if risen > NOISE_BYTES:
             self._observed = [found.raised(risen) for found in self._observed]
             self._refit()
+
+    def leave_room(self, count: int) -> None:
+        """Plans from now on leave so many bytes free, as far as replaying everything does."""
+        if count != self._margin:
+            self._margin = count
+            self.replan()
 
     def _refit(self) -> None:
         self._base = BaseBytes.fit(self._observed)
@@ -215,10 +222,12 @@ class RankPlanner:
 
     def _first_frontier(self, key: PlanKey, profiles: tuple[UnitProfile, ...]) -> Frontier | Plan:
         base = self._base.at(key[1])
-        problem = _problem(profiles, max(0, self.budget_bytes - self._room), base, self._in_flight)
+        problem = _problem(profiles, max(0, self.budget_bytes - self._room - self._margin), base, self._in_flight)
         found = first_frontier(problem)
         if isinstance(found, Infeasible):
-            problem = _problem(profiles, self.budget_bytes, base, self._in_flight)
+            # without that room; where it was missed before, with as much of it as there can be
+            least = min(self.budget_bytes, found.min_bytes) if self._margin else self.budget_bytes
+            problem = _problem(profiles, least, base, self._in_flight)
             found = first_frontier(problem)
         self._problems[key] = problem
         if isinstance(found, Infeasible):

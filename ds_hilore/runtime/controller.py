@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hilore.core.errors import UsageError
+from ds_hilore.core.errors import MemoryExhausted, UsageError
 from ds_hilore.core.treatment import REPLAYED, Treatment, UniformPlan, treatment_of
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.profiling.measure import Measurements
@@ -30,6 +30,7 @@ from ds_hilore.recovery.deadwork import DeadWork
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.replay import Site
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
+from ds_hilore.runtime.guard import Guard, GuardEvent
 from ds_hilore.runtime.learning import Learning
 from ds_hilore.runtime.microbatch import Microbatch, Phase
 from ds_hilore.runtime.observe import as_rows, call_with_gradient, check_observable
@@ -48,6 +49,7 @@ class Controller:
         plan: that of the newest microbatch.
         learning: what is measured, and the stage of that.
         coefficients: omega of the newest microbatch, one entry per loss; empty where no loss told.
+        events: shortages of memory on this rank, the newest last; a bounded number is kept.
     """
 
     def __init__(self, parts: ControllerParts) -> None:
@@ -59,6 +61,8 @@ class Controller:
         self.context = RecoveryContext(rank=parts.rank, dead_work=DeadWork(report=self._note_dead))
         self.context.settle = self.settle
         self.pruner = Pruner(parts.roles, parts.rank)
+        self.guard = Guard(parts.planner, self.context, lambda: self.microbatch)
+        self.events: Sequence[GuardEvent] = self.guard.events
         self.learning = Learning(parts, self.context)
         self._forced: Plan | None = None
         self._bypass = Bypass.NONE
@@ -238,7 +242,7 @@ class Controller:
         self.pruner.begin(batch, measuring=self.stage is not Stage.PLANNED and self._forced is None)
         if self._forced is not None:
             batch.plan = self._forced
-        else:
+        elif not (self.guard.replays_everything and self.stage is Stage.PLANNED):
             batch.plan = self.learning.choose(batch, shape)
         if self._forced is None:
             self.learning.begin(batch, shape, measured=self.update > 0)  # the first update makes optimizer state
@@ -320,6 +324,7 @@ class Controller:
         if self.phase is Phase.BACKWARD:
             self.learning.end(self.microbatch)
             self.pruner.end(self.microbatch)
+            self.guard.end_microbatch()
         self.microbatch.phase = Phase.IDLE
         self.context.settled = True
         self.learning.quiet()
@@ -333,6 +338,7 @@ class Controller:
         self._finish_microbatch()
         self.parameters_changed()
         self._announced.clear()
+        self.guard.end_update()
         self.learning.end_update(self._forced is not None, gradient_norm)
         self.update += 1
 
@@ -340,8 +346,14 @@ class Controller:
         """Raises the generation: state saved before can no longer be used (optimizer step, loaded weights)."""
         self.context.generation += 1
 
-    def abort(self) -> None:
-        """An exception left the microbatch unfinished: forget it. Graph and state go with the caller's tensors."""
+    def abort(self, error: BaseException | None = None) -> MemoryExhausted | None:
+        """An exception left the microbatch unfinished: forget it. Graph and state go with the caller's tensors.
+
+        Returns:
+            What to raise in place of `error`, where that is a failed allocation.
+        """
+        exhausted = None if error is None else self.guard.failed(error)
+        self.guard.end_microbatch()
         self.microbatch.phase = Phase.IDLE
         self.context.settled = True
         self.learning.abort()
@@ -349,6 +361,7 @@ class Controller:
         self._announced.restart()
         self.microbatch = Microbatch()
         self._aside = 0
+        return exhausted
 
     @property
     def starts_microbatch(self) -> bool:
@@ -365,7 +378,7 @@ class Controller:
 
     def metrics(self) -> dict[str, float]:
         """Figures of the newest microbatch for monitors; bytes and seconds as the plan predicts them."""
-        return {**self.microbatch.metrics(), "budget_bytes": self.budget_bytes}
+        return {**self.microbatch.metrics(), "budget_bytes": self.budget_bytes, **self.guard.metrics()}
 
     def close(self) -> None:
         self.learning.disturbed()
