@@ -146,8 +146,8 @@ class UnitCall:
         self.routing = RoutingTape() if self._facts.has_router else None
         self.outputs = OutputTape(treatment.keeps, context.around_operator) if treatment.keeps else None
         self.statistics: list[Statistic] = []  # of what was encoded
-        self.metas: list[SlotMeta | None] = []
         self.used = False  # a saved tensor was asked for
+        self.metas: list[SlotMeta | None] = []
         self.last_needed = -1
         self._builder: BundleBuilder | None = None
         self._kind: tuple[Hashable, ...] = ()
@@ -170,8 +170,8 @@ class UnitCall:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The unit's forward with the caller's own tensors: exact, with grad (R1)."""
-        try:
         self.context.at_work = self.unit
+        try:
             with ExitStack() as stack:
                 stack.enter_context(unit_scope())
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
@@ -271,7 +271,6 @@ class UnitCall:
             self._recovered[index] = None
         return value
 
-    def check_generation(self) -> None:
     def persist(self, work: Callable[[], Result]) -> Result:
         """`work()` of this call's backward, again where it failed for want of memory and some was freed (R10)."""
         self.used = True
@@ -284,6 +283,7 @@ class UnitCall:
                     raise
             # Only here is what failed gone: the exception's traceback held it.
 
+    def check_generation(self) -> None:
         """Raises `StateChanged` where an optimizer step or loaded weights came after the forward (R6)."""
         if self.generation != self.context.generation:
             raise StateChanged(
