@@ -1,67 +1,86 @@
-"""TRL's GRPOTrainer on two ranks, unchanged but for `install()` and the block: losses and norms stay what they are."""
+"""TRL's GRPOTrainer with the block, through its own chunked head: what it logs stays what it is without the block."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.word_model import grpo_trainer, save_word_model
-from tests.ranks import run_ranks
+import ds_hilore
+from ds_hilore.core.types import Action
+from tests.integration import trl_runs
+from tests.integration.word_model import save_word_model
+from tests.ranks import RankPool
 
 pytest.importorskip("trl", reason="TRL is not installed")
 HERE = "tests.integration.test_trl"
 UPDATES = 4
 
+#: Case -> ZeRO stage, whether LoRA, and settings of GRPOConfig. Two groups of four responses per rank and microbatch.
+CASES: dict[str, tuple[int, bool, dict[str, Any]]] = {
+    "ZeRO-2, LoRA": (2, True, {}),
+    "ZeRO-2, all weights, accumulation, reference model": (
+        2,
+        False,
+        {"beta": 0.1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    ),
+    "ZeRO-2, LoRA, responses used twice": (
+        2,
+        True,
+        {"num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 4, "loss_type": "grpo"},
+    ),
+    "ZeRO-2, LoRA, updates across generations": (
+        2,
+        True,
+        {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "beta": 0.1},
+    ),
+    "ZeRO-3, LoRA": (3, True, {}),
+    "ZeRO-3, all weights, no checkpointing asked for": (3, False, {"gradient_checkpointing": False, "beta": 0.1}),
+}
 
-def train(folder: str, stage: int, block: bool) -> dict[str, Any]:
-    """Four updates; real sampling, rewards by length, checkpointing on, batch sizes by "auto"."""
-    import os
 
-    import ds_hilore
-    from ds_hilore.core.types import Action
+def trainer_of(folder: str, case: str, block: dict[str, Any] | None, kind: Any = None, **more: Any) -> Any:
+    """For four updates with real sampling. Half of the groups have equal rewards, so rows are dead."""
+    stage, lora, settings = CASES[case]
+    given = {"per_device_train_batch_size": 8, "max_steps": UPDATES, **settings, **more}
+    return trl_runs.make_trainer(folder, trl_runs.ds_json(stage, block), lora=lora, kind=kind, **given)
 
-    if block:
-        ds_hilore.install()
-    trainer = _trainer(Path(folder), stage, block, rank=int(os.environ["RANK"]))
+
+def trained(folder: str, case: str, block: dict[str, Any] | None) -> dict[str, Any]:
+    ds_hilore.install()
+    trainer = trainer_of(folder, case, block)
     trainer.train()
+    return {"logged": trl_runs.logged(trainer), **state_of(trainer)}
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
     controller = getattr(trainer.model_wrapped, "hilore", None)
+    reference = getattr(trainer, "ref_model", None)
+    if controller is None:
+        return {"controller": False}
+    batch = controller.microbatch
     return {
-        "logged": [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log],
-        "stored": None if controller is None else controller.plan.count(Action.STORE),
+        "controller": True,
+        "stored": controller.plan.count(Action.STORE),
+        "pruned": batch.prunes,
+        "live": batch.live_share,
+        "observed": len(controller.coefficients),
+        "announced": batch.facts is not None,
+        "reference": hasattr(reference, "hilore"),
     }
 
 
-def _trainer(folder: Path, stage: int, block: bool, rank: int) -> Any:
-    from trl import GRPOConfig
-
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
-    }
-    if block:
-        settings["hilore"] = {"memory_budget": "2x", "planner": {"trial_microbatches": 0}}
-    config = GRPOConfig(
-        output_dir=str(folder / f"out{rank}"),
-        use_cpu=True,
-        bf16=False,
-        deepspeed=settings,
-        gradient_checkpointing=True,
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=12,
-        max_steps=UPDATES,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=1,
-    )
-    return grpo_trainer(folder / "model", config)
+def same(ours: dict[str, float], alone: dict[str, float], rel: float) -> list[str]:
+    """What differs."""
+    assert set(ours) == set(alone)
+    return [
+        f"{name}: {ours[name]!r} for {alone[name]!r}"
+        for name in alone
+        if not (math.isclose(ours[name], alone[name], rel_tol=rel, abs_tol=1e-8 if rel else 0.0))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +90,69 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_losses_and_norms_are_those_of_trl_alone(folder: Path, stage: int) -> None:
-    alone = run_ranks(f"{HERE}:train", folder=str(folder), stage=stage, block=False)
-    ours = run_ranks(f"{HERE}:train", folder=str(folder), stage=stage, block=True)
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[RankPool]:
+    with RankPool(1) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_log_what_trl_alone_logs(ranks: RankPool, folder: Path, case: str) -> None:
+    alone = ranks.run(f"{HERE}:trained", folder=str(folder), case=case, block=None)
+    ours = ranks.run(f"{HERE}:trained", folder=str(folder), case=case, block={})
     for rank in range(2):
-        assert alone[rank]["stored"] is None
-        assert ours[rank]["stored"] == 3, "the plan did not take effect"
-        assert len(ours[rank]["logged"]) == UPDATES
-        assert any(norm > 0 for _, norm in ours[rank]["logged"]), "nothing was learnt, so nothing was compared"
-        for (loss, norm), (plain_loss, plain_norm) in zip(ours[rank]["logged"], alone[rank]["logged"], strict=True):
-            assert math.isclose(loss, plain_loss, rel_tol=1e-6, abs_tol=1e-8)
-            assert math.isclose(norm, plain_norm, rel_tol=2e-6, abs_tol=1e-8)
+        assert not alone[rank]["controller"]
+        seen = ours[rank]
+        assert (seen["observed"], seen["announced"], seen["reference"]) == (1, True, False)
+        assert len(seen["logged"]) == UPDATES
+        assert any(step["grad_norm"] > 0 for step in seen["logged"]), "nothing was learnt, so nothing was compared"
+        for step, plain in zip(seen["logged"], alone[rank]["logged"], strict=True):
+            assert not same(step, plain, rel=1e-6)
+    if case == "ZeRO-2, LoRA":  # rows without an advantage have no gradient here
+        assert any(seen["pruned"] and seen["live"] < 1 for seen in ours)
+
+
+def resumed(folder: str, block: dict[str, Any] | None) -> list[dict[str, float]]:
+    """Four updates, the last two of them in another trainer that takes up the checkpoint of the first."""
+    ds_hilore.install()
+    case, saving = "ZeRO-2, LoRA", {"save_strategy": "steps", "save_steps": 2}
+    trainer_of(folder, case, block, max_steps=2, **saving).train()
+    trainer = trainer_of(folder, case, block, **saving)
+    trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / "checkpoint-2"))
+    return trl_runs.logged(trainer)
+
+
+def test_resumed_run_logs_what_trl_alone_logs(ranks: RankPool, folder: Path) -> None:
+    alone = ranks.run(f"{HERE}:resumed", folder=str(folder), block=None)
+    ours = ranks.run(f"{HERE}:resumed", folder=str(folder), block={})
+    for found, plain in zip(ours, alone, strict=True):
+        assert [step["step"] for step in found] == [1, 2, 3, 4]
+        for step, expected in zip(found, plain, strict=True):
+            assert not same(step, expected, rel=1e-6)
+
+
+def by_subclass(folder: str, case: str) -> dict[str, Any]:
+    """HiLoReGRPOTrainer in the place of `install()`; and whether its engine's end is the end of our patches."""
+    from trl import GRPOTrainer
+
+    from ds_hilore.integration.trl import HiLoReGRPOTrainer
+
+    ds_hilore.uninstall()
+    methods = ("_compute_loss", "_get_per_token_logps_and_entropies")
+    before = [GRPOTrainer.__dict__[name] for name in methods]
+    trainer = trainer_of(folder, case, {"prune_zero_exposure": False}, kind=HiLoReGRPOTrainer)
+    trainer.train()
+    seen = {"logged": trl_runs.logged(trainer), **state_of(trainer)}
+    led = [GRPOTrainer.__dict__[name] for name in methods]
+    ds_hilore.detach(trainer.model_wrapped)
+    after = [GRPOTrainer.__dict__[name] for name in methods]
+    return seen | {"led": led != before, "given_back": after == before}
+
+
+def test_one_rank_logs_the_same_bits(one_rank: RankPool, folder: Path) -> None:
+    case = "ZeRO-2, LoRA"
+    (alone,) = one_rank.run(f"{HERE}:trained", folder=str(folder), case=case, block=None)
+    (ours,) = one_rank.run(f"{HERE}:by_subclass", folder=str(folder), case=case)
+    assert not alone["controller"]
+    assert (ours["stored"], ours["led"], ours["given_back"]) == (3, True, True)
+    assert ours["logged"] == alone["logged"]

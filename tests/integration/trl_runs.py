@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def ds_json(stage: int, block: dict[str, Any] | None, **more: Any) -> dict[str, 
     return settings | more
 
 
-def make_trainer(folder: str, settings: dict[str, Any], lora: bool = True, **config: Any) -> Any:
+def make_trainer(folder: str, settings: dict[str, Any], lora: bool = True, kind: Any = None, **config: Any) -> Any:
     """A trainer of tiny responses on the word model in `folder`, after forgetting those before it."""
     from trl import GRPOConfig
 
@@ -53,7 +52,7 @@ def make_trainer(folder: str, settings: dict[str, Any], lora: bool = True, **con
         **config,
     }
     arguments = GRPOConfig(
-        output_dir=str(Path(folder) / f"out{os.environ['RANK']}"),
+        output_dir=str(Path(folder) / "out"),
         use_cpu=True,
         bf16=False,
         deepspeed=settings,
@@ -61,7 +60,7 @@ def make_trainer(folder: str, settings: dict[str, Any], lora: bool = True, **con
         disable_tqdm=True,
         **given,
     )
-    return grpo_trainer(Path(folder) / "model", arguments, lora=lora)
+    return grpo_trainer(Path(folder) / "model", arguments, lora, kind)
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
