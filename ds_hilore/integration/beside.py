@@ -1,13 +1,14 @@
 """A microbatch run again beside the engine: its gradient under any treatment of its units (design fact 5).
 
-What the engine's module was called with, its surroundings, and the gradient that came to its outputs are taken down
-while a microbatch runs. From these alone, and whatever the loss was, the microbatch's own gradient can be computed
-again: exactly, or with units compressed. Calibration and audits stand on that. The engine, its gradients and its next
-backward are not touched; all ranks do it in step, since under ZeRO-3 parameters are gathered.
+What the engine's module was called with, its surroundings, and the gradient that came to its outputs from outside are
+taken down while a microbatch runs. From these alone, and whatever the loss was, the microbatch's own gradient can be
+computed again: exactly, or with units compressed. Calibration and audits stand on that. The engine, its gradients and
+its next backward are not touched; all ranks do it in step, since under ZeRO-3 parameters are gathered.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.treatment import REPLAYED, Treatment
 from ds_hilore.core.types import UnitId
-from ds_hilore.integration.exact_gradient import by_name, release_gathered, trainable
+from ds_hilore.integration.exact_gradient import by_name, release_gathered, trainable, widened
+from ds_hilore.integration.gradient_scale import divisor_at_outputs, loss_scale
 from ds_hilore.recovery.inputs import UnitInputs
-from ds_hilore.recovery.surroundings import Surroundings
+from ds_hilore.recovery.surroundings import RngTracker, Surroundings
 from ds_hilore.recovery.unit import UnitCall, inside_unit
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import beside
@@ -32,47 +34,93 @@ from ds_hilore.runtime.current import beside
 class Recorded:
     """One forward of the engine's module: enough to run and differentiate it again.
 
-    `gradients`: what came to each output tensor that needs a gradient, once backward has run; scaled as the engine's
-    own gradients are.
+    Attributes:
+        gradients: what came to each output tensor that needs a gradient from outside of the engine, once backward has
+            run; as the caller and DeepSpeed's loss scale made it, and before DeepSpeed divides at outputs.
+        loss_scale: of that backward.
+        divisor: what DeepSpeed divided by at each output in that backward.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     surroundings: Surroundings
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    loss_scale: float | Tensor = 1.0
+    divisor: int = 1
 
     @property
     def complete(self) -> bool:
         return bool(self.gradients)
 
 
+class Recording:
+    """The forwards of one engine that were taken down. `taken`: those so far."""
+
+    def __init__(self, engine: Any) -> None:
+        self.taken: list[Recorded] = []
+        self._engine = engine
+
+    def leaving(self, result: Any) -> Any:
+        """What the newest forward of the engine gives its caller, with other tensors of the same storage.
+
+        One output may be computed from another (a loss from logits): the gradient at the latter holds what came through
+        the former. What comes from outside is seen at these tensors only. DeepSpeed's hooks stay where they were.
+        """
+        recorded = self.taken[-1]
+        positions = iter(range(len(_outputs(result))))
+
+        def leave(tensor: Tensor) -> Tensor:
+            left: Tensor = _Leaving.apply(tensor, _noted(self._engine, recorded, next(positions)))
+            return left
+
+        return _mapped(result, leave)
+
+
 @contextmanager
-def recording(engine: Any) -> Iterator[list[Recorded]]:
-    """Inside, every forward of the engine's module is taken down. Arguments are held, not copied: whoever writes into
-    them in place before `gradients_of` is called changes what is computed."""
-    taken: list[Recorded] = []
+def recording(engine: Any, tracker: RngTracker | None = None) -> Iterator[Recording]:
+    """Inside, every forward of the engine's module is taken down; its result must be handed on by `leaving`.
+
+    Arguments are held, not copied: whoever writes into them in place before `gradients_of` is called changes what is
+    computed.
+
+    Args:
+        tracker: of model-parallel random states, as units use it.
+    """
+    made = Recording(engine)
     device = torch.device(engine.device)
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        taken.append(Recorded(args, dict(kwargs), Surroundings(device)))
+        made.taken.append(Recorded(args, dict(kwargs), Surroundings(device, tracker)))
 
-    def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        for position, tensor in enumerate(_outputs(output)):
-            tensor.register_hook(_noted(taken[-1].gradients, position))
-
-    first = engine.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-    last = engine.module.register_forward_hook(after, with_kwargs=True)
+    handle = engine.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
     try:
-        yield taken
+        yield made
     finally:
-        first.remove()
-        last.remove()
+        handle.remove()
 
 
-def _noted(gradients: dict[int, Tensor], position: int) -> Callable[[Tensor], None]:
+class _Leaving(torch.autograd.Function):
+    """The identity, no copy and no view: callers may write into the result in place, as into the tensor itself. A hook
+    on a view would be bypassed then, since writing into a view gives it another node."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, note: Callable[[Tensor], None]) -> Tensor:
+        ctx.note = note
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradients[0] is not None:
+            ctx.note(gradients[0])
+        return gradients[0], None
+
+
+def _noted(engine: Any, recorded: Recorded, position: int) -> Callable[[Tensor], None]:
     def note(gradient: Tensor) -> None:
-        known = gradients.get(position)
-        gradients[position] = gradient.detach().clone() if known is None else known + gradient.detach()
+        known = recorded.gradients.get(position)
+        recorded.gradients[position] = gradient.detach().clone() if known is None else known + gradient.detach()
+        recorded.loss_scale, recorded.divisor = loss_scale(engine), divisor_at_outputs(engine)
 
     return note
 
@@ -90,8 +138,8 @@ def gradients_of(
         looked_at: shown every unit call between forward and backward.
 
     Returns:
-        Whole gradients in the scale of the engine's own before they are averaged over ranks; zeros where a parameter
-        got none.
+        Whole gradients in float32 (float64 where parameters are), in the scale of the engine's own before they are
+        averaged over ranks, the loss scale taken out; zeros where a parameter got none.
 
     Raises:
         UsageError: the microbatch has had no backward.
@@ -107,6 +155,7 @@ def gradients_of(
             stack.enter_context(beside(controller))
             stack.enter_context(controller.host_checkpointing(units.run))
             outputs = _outputs(engine.module(*_detached(recorded.args), **_detached(recorded.kwargs)))
+        _divide_at(outputs, recorded.divisor)
         for call in units.calls:
             looked_at(call)
         units.calls.clear()
@@ -119,7 +168,17 @@ def gradients_of(
         )
     finally:
         release_gathered(engine)
-    return by_name(chosen, found)
+    return {name: widened(gradient) / recorded.loss_scale for name, gradient in by_name(chosen, found).items()}
+
+
+def _divide_at(outputs: list[Tensor], divisor: int) -> None:
+    """As DeepSpeed's hooks, at outputs that are computed from others, too.
+
+    Source: `OutputBackwardHookManager` in deepspeed/runtime/utils.py.
+    """
+    for output in outputs if divisor > 1 else ():
+        if output.grad_fn is not None:
+            output.register_hook(lambda gradient: gradient / divisor)
 
 
 class _Units:
@@ -147,9 +206,39 @@ class _Units:
 
 
 def _outputs(result: Any) -> list[Tensor]:
-    """Tensors of a module's result that need a gradient, in order; a model's output object is a mapping."""
-    leaves = result.values() if isinstance(result, Mapping) else [result]
-    return [leaf for part in leaves for leaf in tree_leaves(part) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    """Tensors of an engine's or a module's result that need a gradient, in order."""
+    found: list[Tensor] = []
+
+    def find(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(result, find)
+    return found
+
+
+def _mapped(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`result` with `function` of each tensor that needs a gradient in its place, through tuples, lists and dicts as
+    DeepSpeed walks them. What changes is a new object of the same type (a model's output is a dict).
+
+    Source: `OutputBackwardHookManager._traverse_and_register_hooks`.
+    """
+    if isinstance(result, Tensor):
+        return function(result) if result.requires_grad else result
+    if isinstance(result, dict):
+        items = {key: _mapped(value, function) for key, value in result.items()}
+        if all(items[key] is value for key, value in result.items()):
+            return result
+        changed = copy.copy(result)
+        for key, value in items.items():
+            changed[key] = value
+        return changed
+    if isinstance(result, tuple | list):
+        parts = [_mapped(part, function) for part in result]
+        if all(new is old for new, old in zip(parts, result)):
+            return result
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+    return result
 
 
 def _detached(arguments: Any) -> Any:

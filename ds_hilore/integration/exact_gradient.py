@@ -82,6 +82,11 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
     return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
 
+def widened(gradient: Tensor) -> Tensor:
+    """In float32, or float64 where it has that: sums and differences of gradients are no finer than their dtype."""
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+
+
 def release_gathered(engine: Any) -> None:
     """What the engine's own epilogue does for modules whose last backward hook does not fire (no input with grad)."""
     offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
@@ -91,13 +96,14 @@ def release_gathered(engine: Any) -> None:
 
 
 def averaged(engine: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The mean over the engine's data-parallel ranks, all of which call this; shapes and dtypes as given."""
     from deepspeed import comm
 
     group = engine.seq_data_parallel_group
     world = comm.get_world_size(group=group)
     averaged = {}
     for name, gradient in gradients.items():
-        total = gradient.float().contiguous().clone()
+        total = widened(gradient).contiguous().clone()
         comm.all_reduce(total, group=group)
         averaged[name] = total.div_(world).to(gradient.dtype)
     return averaged

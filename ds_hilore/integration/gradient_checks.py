@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from ds_hilore.core.fabric import ControlPlane, sum_over_ranks
 from ds_hilore.core.treatment import Treatment
 from ds_hilore.core.types import Action
-from ds_hilore.integration.beside import Recorded, gradients_of, recording
+from ds_hilore.integration.beside import Recorded, Recording, gradients_of, recording
 from ds_hilore.integration.exact_gradient import averaged
+from ds_hilore.integration.gradient_scale import loss_scale
 from ds_hilore.profiling.calibrate import Calibration, Intervention, Observation
 from ds_hilore.profiling.variants import components, compressions
 from ds_hilore.recovery.encoded import Statistic
@@ -33,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 #: The first update whose microbatches calibrate: by then every rank has measured its units, and a gradient norm.
 FIRST_UPDATE = 3
+
+#: Microbatches in a row that could not calibrate, after which calibration is given up: each was recorded in vain.
+MOST_SKIPPED = 100
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,10 @@ class Audit:
 class GradientChecks:
     """Follows one engine. `audits`: those so far. `seconds`: what all checks have taken on this rank.
 
-    Backwards that do not come through `engine.backward` are not checked, so nothing is compressed where all are such.
-    A check holds two more gradients of the trained parameters for as long as it takes.
+    Whether a microbatch calibrates or is audited is the same on all ranks. Whether it can be is not: ranks tell each
+    other, and all leave it where one cannot. Backwards that do not come through `engine.backward` are not checked, so
+    nothing is compressed where all are such. A check holds two more gradients of the trained parameters, in float32,
+    for as long as it takes.
     """
 
     def __init__(self, engine: Any, controller: Controller, plane: ControlPlane, rules: CheckRules) -> None:
@@ -75,8 +81,12 @@ class GradientChecks:
         self._microbatches = 0  # of calibration, so far
         self._done = rules.microbatches == 0
         self._pairs: dict[str, dict[tuple[str, str], tuple[tuple[str, str], ...]]] = {}  # by unit class and component
+        self._skipped = 0  # microbatches in a row that could not calibrate
         self._taken: list[Recorded] = []
-        self._exact: dict[str, Tensor] | None = None  # of the audited update so far, as this rank's microbatches add up
+        self._begun = False  # a forward of the update has been
+        self._backwards = 0  # of the update, through the engine
+        self._audit: _Audited | None = None
+        self._elsewhere = False  # some backwards do not come through the engine
 
     # -- when ------------------------------------------------------------------------------------------------------
 
@@ -100,41 +110,56 @@ class GradientChecks:
         )
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward of the engine."""
-        if not (self.calibrating or self.auditing):
-            yield
+    def forward(self) -> Iterator[Recording | None]:
+        """Around a forward of the engine; its result must leave through the recording, where there is one."""
+        if not self._begun:  # only a whole update can be audited
+            self._begun = True
+            self._audit = _Audited() if self.auditing else None
+        if self._elsewhere or not (self.calibrating or self._audit is not None):
+            yield None
             return
-        with recording(self._engine) as taken:
-            yield
-        self._taken += taken
+        with recording(self._engine, self._controller.context.rng_tracker) as made:
+            yield made
+        self._taken += made.taken
 
     def backward_done(self) -> None:
         """The backward of a microbatch is over; every rank is here."""
-        taken, self._taken = [each for each in self._taken if each.complete], []
-        if not taken:
-            return
+        self._backwards += 1
         started = time.perf_counter()
         if self.calibrating:
-            self._calibrate(taken[-1])
-        elif self.auditing:
-            for each in taken:
-                self._add_exact(gradients_of(self._engine, self._controller, each, {}))
+            taken, self._taken = self._taken, []
+            self._calibrate(taken)
+        elif self._audit is not None:
+            taken = [each for each in self._taken if each.complete]
+            self._taken = [each for each in self._taken if not each.complete]  # may have a backward of their own
+            self._add_exact(self._audit, taken)
         self.seconds += time.perf_counter() - started
 
     def abort(self) -> None:
         """The update starts again."""
         self._taken.clear()
-        self._exact = None
+        self._begun, self._backwards, self._audit = False, 0, None
 
     # -- calibration -----------------------------------------------------------------------------------------------
 
-    def _calibrate(self, recorded: Recorded) -> None:
-        """One microbatch: the exact gradient, and one more for each intervention."""
+    def _calibrate(self, taken: list[Recorded]) -> None:
+        """One microbatch: the exact gradient, and one more for each intervention.
+
+        A microbatch of several forwards, one that did not run as units of ours, or whose loss told no coefficients
+        cannot say what exposure its error belongs to.
+        """
+        learning = self._controller.learning
+        exposed = learning.exposed if self._controller.microbatch.shape is not None else None
+        usable = len(taken) == 1 and taken[0].complete and exposed is not None
+        if not all(self._plane.exchange("microbatch calibrates", usable)):
+            self._skip()
+            return
+        self._skipped = 0
+        recorded = taken[0]
         started = time.perf_counter()
         wanted = self._interventions()
         # A rank with fewer of them keeps step all the same: under ZeRO-3 each pass gathers parameters.
-        asked = self._plane.exchange("calibration passes", [len(wanted), self._controller.learning.settled])
+        asked = self._plane.exchange("calibration passes", [len(wanted), learning.settled])
         passes = max(count for count, _ in asked)
         if passes == 0 and not all(measured for _, measured in asked):
             return  # nothing to ask only because some rank has not measured its units yet
@@ -145,9 +170,17 @@ class GradientChecks:
             else:
                 gradients_of(self._engine, self._controller, recorded, {})
         self._microbatches += 1
-        self.calibration.cost.update_seconds = self._controller.learning.update_seconds
+        self.calibration.cost.update_seconds = learning.update_seconds
         self.calibration.cost.note(time.perf_counter() - started, passes + 1)
         if self._microbatches >= self._rules.microbatches or passes == 0:
+            self._finish()
+
+    def _skip(self) -> None:
+        self._skipped += 1
+        if self._skipped >= MOST_SKIPPED:
+            if self._plane.rank == 0:
+                said = "hilore: %d microbatches in a row could not calibrate: nothing is compressed. Calibration needs "
+                _log.warning(said + "one forward per engine.backward, and a loss that tells coefficients", MOST_SKIPPED)
             self._finish()
 
     def _interventions(self) -> list[Intervention]:
@@ -196,31 +229,55 @@ class GradientChecks:
 
     # -- audits ----------------------------------------------------------------------------------------------------
 
-    def _add_exact(self, gradients: dict[str, Tensor]) -> None:
-        if self._exact is None:
-            self._exact = gradients
+    def _add_exact(self, audit: _Audited, taken: list[Recorded]) -> None:
+        """The forwards of one microbatch; every rank is here."""
+        counts = self._plane.exchange("audited forwards", len(taken))
+        # Under ZeRO-3 each pass gathers parameters. And of a rank that has seen no gradient at its outputs (its loss
+        # does not use them) nothing is known, not even that it adds none.
+        if min(counts) == 0 or min(counts) < max(counts):
+            self._audit = None
             return
-        for name, gradient in gradients.items():
-            self._exact[name].add_(gradient)
+        for each in taken:
+            audit.add(gradients_of(self._engine, self._controller, each, {}))
+        audit.backwards += 1
 
     def before_step(self) -> None:
         """The update's gradients are complete, the optimizer has not stepped; every rank is here."""
-        self._taken.clear()  # of backwards that did not come through the engine
-        if self._exact is None:
+        elsewhere = any(each.complete for each in self._taken)
+        if elsewhere:
+            self._say_elsewhere()
+        audit, backwards = self._audit, self._backwards
+        self._taken.clear()  # also forwards that were never differentiated
+        self._begun, self._backwards, self._audit = False, 0, None
+        if audit is None:
             return
-        started = time.perf_counter()
-        exact, self._exact = averaged(self._engine, self._exact), None
+        whole = not elsewhere and audit.backwards == backwards > 0
+        if all(self._plane.exchange("audited update is whole", whole)):
+            started = time.perf_counter()
+            self._compare(audit.exact)
+            self.seconds += time.perf_counter() - started
+
+    def _say_elsewhere(self) -> None:
+        """What is recorded of such backwards waits for the step: a gradient of the outputs for each microbatch."""
+        self._elsewhere = True
+        _log.warning(
+            "hilore (rank %d): a backward did not end in engine.backward: gradients are not checked any more. What is "
+            "compressed stays as it was calibrated, and nothing is where calibration is not over",
+            self._plane.rank,
+        )
+
+    def _compare(self, added: dict[str, Tensor]) -> None:
+        exact, scale = averaged(self._engine, added), loss_scale(self._engine)
         square = reference = 0.0
         for name, parameter in self._engine.module.named_parameters():
             if name in exact:
                 used = reduced_gradient(self._engine, parameter)
                 truth = exact[name].double()
                 reference += float(truth.square().sum())
-                square += float(((0 if used is None else used.double()) - truth).square().sum())
+                square += float(((0 if used is None else used.double() / scale) - truth).square().sum())
         squares = [risk * risk for risk in self._controller.learning.risk.spent]
         (predicted,) = sum_over_ranks(self._plane, "audit", [math.fsum(squares)])
         norm = math.sqrt(reference)
-        self.seconds += time.perf_counter() - started
         if norm > 0:
             audit = Audit(self._controller.update, math.sqrt(predicted) / norm, math.sqrt(square) / norm)
             self.audits.append(audit)
@@ -231,8 +288,20 @@ class GradientChecks:
                 _log.info(said, audit.update, audit.measured, audit.predicted)
 
 
+@dataclass
+class _Audited:
+    """An update that is audited, so far: the sum of its exact gradients on this rank, and how many backwards are in."""
+
+    exact: dict[str, Tensor] = field(default_factory=dict)
+    backwards: int = 0
+
+    def add(self, gradients: dict[str, Tensor]) -> None:
+        before = self.exact
+        self.exact = {name: before[name] + found for name, found in gradients.items()} if before else gradients
+
+
 def reduced_gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
-    """What the optimizer will use of a parameter, whole; a collective of all ranks under ZeRO-1 and above."""
+    """What the optimizer will use of a parameter, whole, times the loss scale; above ZeRO-0 a collective of all."""
     from deepspeed.utils import safe_get_full_grad
 
     found: Tensor | None = safe_get_full_grad(parameter) if engine.zero_optimization_stage() else parameter.grad

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from ds_hilore.integration.gradient_scale import loss_scale
+
 
 def local_gradient_norm(engine: Any) -> float | None:
     """Before the optimizer's step, where every rank holds the whole reduced gradient as `.grad` (ZeRO-0); else None."""
     if engine.zero_optimization_stage() > 0 or engine.bfloat16_enabled() or engine.fp16_enabled():
         return None
     norms = [p.grad.detach().norm() for p in engine.module.parameters() if p.grad is not None]
-    return float(torch.stack(norms).norm()) if norms else None
+    return float(torch.stack(norms).norm() / loss_scale(engine)) if norms else None
 
 
 def engine_gradient_norm(engine: Any) -> float | None:

@@ -40,29 +40,41 @@ class EngineScale:
         """To be asked within a backward. `passed_outputs`: the gradient has been through the engine's outputs."""
         steps = self._engine.gradient_accumulation_steps()
         multiplied = steps if self._by_accumulation else 1
-        # DeepSpeed itself says whether it divides at outputs in this backward.
-        at_outputs = float(self._engine._backward_prologue_per_tensor(torch.ones(()))) != 1.0
+        at_outputs = divisor_at_outputs(self._engine) > 1
         divided = (steps if passed_outputs else 1) if at_outputs else multiplied
         return GradientScale(
             data_parallel=self._engine.dp_world_size,
-            loss_scale=self._loss_scale(),
+            loss_scale=loss_scale(self._engine),
             accumulation=multiplied / divided,
         )
 
-    def _loss_scale(self) -> float | Tensor:
-        """Source: `DeepSpeedEngine.backward` and `ZeROOptimizer.scale_if_loss`."""
-        from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
-        engine, optimizer = self._engine, self._engine.optimizer
-        if not isinstance(optimizer, ZeROOptimizer):
-            return self._of_scaler(getattr(engine, "torch_autocast_z0_gradscaler", None))
-        if getattr(optimizer, "custom_loss_scaler", False):
-            return float(optimizer.external_loss_scale)
-        if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
-            return self._of_scaler(optimizer.torch_autocast_gradscaler)
-        scaler = getattr(optimizer, "loss_scaler", None)  # BF16_Optimizer has none
-        return 1.0 if scaler is None else float(scaler.cur_scale)
+def divisor_at_outputs(engine: Any) -> int:
+    """What DeepSpeed divides gradients by at each output of the engine in the backward that is running: it says itself
+    whether it does."""
+    divides = float(engine._backward_prologue_per_tensor(torch.ones(()))) != 1.0
+    return int(engine.gradient_accumulation_steps()) if divides else 1
 
-    def _of_scaler(self, scaler: Any) -> float | Tensor:
-        """A GradScaler keeps its scale on the device: taken from a product, so that nothing waits for it."""
-        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._engine.device))
+
+def loss_scale(engine: Any) -> float | Tensor:
+    """What `engine.backward` multiplies the loss by, and the optimizer divides by in its step: reduced gradients that
+    are read before the step carry it.
+
+    Source: `DeepSpeedEngine.backward` and `ZeROOptimizer.scale_if_loss`.
+    """
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, ZeROOptimizer):
+        return _of_scaler(engine, getattr(engine, "torch_autocast_z0_gradscaler", None))
+    if getattr(optimizer, "custom_loss_scaler", False):
+        return float(optimizer.external_loss_scale)
+    if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
+        return _of_scaler(engine, optimizer.torch_autocast_gradscaler)
+    scaler = getattr(optimizer, "loss_scaler", None)  # BF16_Optimizer has none
+    return 1.0 if scaler is None else float(scaler.cur_scale)
+
+
+def _of_scaler(engine: Any, scaler: Any) -> float | Tensor:
+    """A GradScaler keeps its scale on the device: taken from a product, so that nothing waits for it."""
+    return 1.0 if scaler is None else scaler.scale(torch.ones((), device=engine.device))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.integration import trainer, trl
+from ds_hilore.integration.beside import Recording
 from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch, ModelParallelRng
 from ds_hilore.integration.gated_mlp import apply_gated_mlps, undo_gated_mlps
 from ds_hilore.integration.gradient_checks import GradientChecks
@@ -88,37 +89,32 @@ class AttachedHost:
         refuse_compiled_model(self.engine.module)
         self._meet_ranks()
         self.controller.context.rng_tracker = ModelParallelRng.if_used()
-        with forward_of(self.controller), self._checked_forward():
-            try:
-                result = original(*args, **kwargs)
-            except BaseException:
-                self._give_up_update()
-                raise
+        with forward_of(self.controller), self._checked_forward() as recording, self._update_at_stake():
+            result = original(*args, **kwargs)
         self.controller.outputs.mark(result)
-        return result
+        return result if recording is None else recording.leaving(result)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args:  # `loss`; the rest goes by name in DeepSpeed's own callers
             kwargs = {**dict(zip(("loss", "retain_graph", "scale_wrt_gas"), args)), **kwargs}
-        self.controller.begin_backward()
-        try:
+        again = kwargs.get("retain_graph", False)
+        with self._update_at_stake():
+            self.controller.begin_backward(may_come_again=again)
             with self.scale.backward(kwargs.get("scale_wrt_gas", True)):
                 result = original(**kwargs)
-        except BaseException:
-            self._give_up_update()
-            raise
-        if not kwargs.get("retain_graph", False):
-            self.controller.end_backward()
-            if self.checks is not None:
-                self.checks.backward_done()
+            if not again:
+                self.controller.end_backward()
+                if self.checks is not None:
+                    self.checks.backward_done()
         return result
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         boundary = self.engine.is_gradient_accumulation_boundary()
         norm = None
         if boundary and self.checks is not None:
-            self.checks.before_step()
-            norm = local_gradient_norm(self.engine)
+            with self._update_at_stake():
+                self.checks.before_step()
+                norm = local_gradient_norm(self.engine)
         result = original(*args, **kwargs)
         if boundary:
             if self.checks is not None and norm is None:
@@ -127,7 +123,7 @@ class AttachedHost:
             self._write_metrics()
         return result
 
-    def _checked_forward(self) -> AbstractContextManager[None]:
+    def _checked_forward(self) -> AbstractContextManager[Recording | None]:
         return nullcontext() if self.checks is None else self.checks.forward()
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -149,6 +145,16 @@ class AttachedHost:
         first = self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0
         if first or self.engine.zero_optimization_stage() >= 2:
             self.plane.agree("microbatch", self.controller.progress() | {"micro_steps": self.engine.micro_steps})
+
+    @contextmanager
+    def _update_at_stake(self) -> Iterator[None]:
+        """What raises inside leaves the update half done, whoever's it was: doing only this call again would count a
+        microbatch twice."""
+        try:
+            yield
+        except BaseException:
+            self._give_up_update()
+            raise
 
     def _give_up_update(self) -> None:
         """The update starts again: what DeepSpeed left half done would be silently wrong (design fact 4)."""

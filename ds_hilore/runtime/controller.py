@@ -181,6 +181,7 @@ class Controller:
         self._awaits_unit = self.starts_microbatch
         if self._awaits_unit:
             self._finish_microbatch()
+            self.learning.exposed = None
             self.microbatch = Microbatch()
             if self._bypass is not Bypass.NONE:  # its units do not come here, and it is a microbatch all the same
                 self.microbatch.facts = self._announced.take()
@@ -251,10 +252,13 @@ class Controller:
 
     def note_coefficients(self, omega: Tensor, mask: Tensor | None) -> None:
         """omega from a loss of our family, in closed form (grpo_loss)."""
-        self.microbatch.coefficients.append(Coefficients(omega, Source.FORMULA, mask))
+        self._hear(self.microbatch, Coefficients(omega, Source.FORMULA, mask))
 
     def observe(self, logps: Tensor, mask: Tensor | None) -> None:
         """Reads omega as the gradient at `logps`, when the real backward gets there: before any unit is unpacked.
+
+        Of several in one microbatch, the last to come settles the plan. Where a unit is unpacked before all have come,
+        nothing is compressed: nobody knows yet what the others will say.
 
         Raises:
             UsageError: no gradient reaches these log-probabilities, or shapes do not fit.
@@ -263,14 +267,23 @@ class Controller:
         batch = self.microbatch
         # Inside the forward, what is observed lies on the way to the outputs, or will be one.
         passed_outputs = self._in_forward or not self.outputs.follow(logps)
+        awaited = [True]  # until its first backward
+        batch.awaited += 1
 
         def receive(gradient: Tensor) -> None:
+            if awaited:
+                batch.awaited -= awaited.pop()
             omega = self.parts.scale(passed_outputs).omega(gradient)
-            batch.coefficients.append(Coefficients(as_rows(omega), Source.GRADIENT, as_rows(mask)))
-            if batch is self.microbatch:
+            self._hear(batch, Coefficients(as_rows(omega), Source.GRADIENT, as_rows(mask)))
+            if batch is self.microbatch and not batch.awaited:
                 self.settle()
 
         call_with_gradient(logps, receive)
+
+    def _hear(self, batch: Microbatch, coefficients: Coefficients) -> None:
+        batch.coefficients.append(coefficients)
+        if batch is self.microbatch and batch.phase is Phase.BACKWARD:
+            self.learning.hear_late(batch)
 
     def settle(self) -> None:
         """Applies the final plan, once per microbatch: at the loss hook, else at the first unpack.
@@ -286,9 +299,15 @@ class Controller:
         batch = self.microbatch
         self.learning.backward_begins(batch, bypassed=self._bypass is not Bypass.NONE)
 
-    def begin_backward(self) -> None:
-        """engine.backward was called: coefficients that are known in closed form settle the plan now."""
-        if self.microbatch.coefficients:
+    def begin_backward(self, may_come_again: bool = False) -> None:
+        """engine.backward was called: coefficients that are known in closed form settle the plan now.
+
+        Args:
+            may_come_again: the graph is kept (`retain_graph`). What another loss asks of it is not known, so nothing is
+                compressed.
+        """
+        self.microbatch.continued |= may_come_again
+        if self.microbatch.coefficients and not self.microbatch.awaited:
             self.settle()
 
     # -- several microbatches in flight ----------------------------------------------------------------------------

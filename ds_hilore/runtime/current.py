@@ -100,7 +100,8 @@ def grpo_loss(  # noqa: PLR0913  (the loss's own arguments, and the engine)
 def observe_logps(logps: Tensor, mask: Tensor | None = None, *, engine: Any = None) -> Tensor:
     """For losses that are not ours: reads the token coefficients as the gradient at `logps` [B, T] in backward.
 
-    Gives `logps` back. Outside of any engine, and under `torch.no_grad`, nothing happens.
+    Gives `logps` back. Outside of any engine, and under `torch.no_grad`, nothing happens. A microbatch may have several
+    of them; observe only what its loss uses: until the gradient of each has come, nothing is compressed.
 
     Raises:
         UsageError: log-probabilities without a gradient, or shapes that do not fit.

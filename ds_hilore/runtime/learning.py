@@ -11,6 +11,7 @@ Each rank goes through the stages for itself: a rank may lack a class of units.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -70,6 +71,8 @@ class Learning:
         self._sampled: set[str] = set()  # classes that were stored once, or would not be
         self._started: Any = None  # of the all-R microbatch that is being timed
         self._replayed: tuple[Shape, float] | None = None  # the fastest of those
+        self._risk = 0.0  # of the newest microbatch's final plan
+        self._heard_late = False
 
     @property
     def update_seconds(self) -> float | None:
@@ -207,6 +210,7 @@ class Learning:
         if told or any(call.statistics for call in calls):
             seen = read(batch.coefficients if told else (), calls, self._parts.reaches, batch.shape)
         self.exposed = seen if told else None
+        self._risk = 0.0
         batch.follow(self._decide(batch, self.exposed), frozenset() if seen is None else seen.unusable)
 
     def _decide(self, batch: Microbatch, exposed: Exposed | None) -> Plan:
@@ -222,7 +226,27 @@ class Learning:
             self.risk.pass_by(None)
         else:
             self.risk.note(exposed, decided.risk)
+            self._risk = decided.risk
         return decided
+
+    def hear_late(self, batch: Microbatch) -> None:
+        """Coefficients have come once the plan of their microbatch was final: of a second backward that nobody
+        announced. What was compressed falls short of them too, which is accounted for, if too late to be planned."""
+        before, risk = self.exposed, self._risk
+        if before is None:
+            return  # nothing is compressed by plan
+        self.exposed = read(batch.coefficients, batch.alive(), self._parts.reaches, batch.shape)
+        if not self._heard_late:
+            self._heard_late = True
+            _log.warning(
+                "hilore (rank %d): coefficients came after the plan of their microbatch was final: its gradient error "
+                "may be above what was planned; give retain_graph=True to engine.backward, and call observe_logps "
+                "before it",
+                self._parts.rank,
+            )
+        if risk > 0 and math.isfinite(self.exposed.exposure):
+            self._risk = risk * self.exposed.exposure / before.exposure  # risk is linear in exposure
+            self.risk.corrected(self._risk)
 
     def end(self, batch: Microbatch) -> None:
         """The backward of a microbatch is over."""

@@ -36,6 +36,8 @@ class Microbatch:
         prepared: what the plan may become after forward; None where it stands as it is.
         prunes: replays leave out what is dead.
         pruning: how much of them, as far as plans go by it.
+        awaited: observed log-probabilities whose gradient has not come yet.
+        continued: its graph is kept for another backward, of which nothing is known.
     """
 
     phase: Phase = Phase.IDLE
@@ -51,11 +53,14 @@ class Microbatch:
     prunes: bool = False
     pruning: Pruned | None = None
     coefficients: list[Coefficients] = field(default_factory=list)
+    awaited: int = 0
+    continued: bool = False
 
     @property
     def exact_only(self) -> bool:
-        """Whether coefficients were announced not to tell the whole gradient."""
-        return self.facts is not None and self.facts.exact_only
+        """Whether coefficients do not tell the whole gradient: that was announced, or some are still to come."""
+        announced = self.facts is not None and self.facts.exact_only
+        return announced or self.awaited > 0 or self.continued
 
     def alive(self) -> list[UnitCall]:
         return [call for reference in self.calls if (call := reference()) is not None]

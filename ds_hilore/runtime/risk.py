@@ -212,6 +212,12 @@ class RiskKeeper:
         self.spent.append(risk)
         self.observe(exposed)
 
+    def corrected(self, risk: float) -> None:
+        """The microbatch that was noted last turned out to be at this risk, a higher one."""
+        before, self.spent[-1] = self.spent[-1], risk
+        if self._account is not None:
+            self._account.spend(max(0.0, risk * risk - before * before))
+
     def observe(self, exposed: Exposed) -> None:
         """A microbatch's exposure, whatever was done with it."""
         predicted, self._predicted = self._predicted, 0.0  # of this one; those that are forced have none

@@ -1,43 +1,21 @@
-"""Gradients computed again beside the engine: right, and without any effect on it."""
+"""Calibration and audits in the running job: on whole updates, on all ranks in step, without any effect on training."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from ds_hilore.core.treatment import REPLAYED, STORED
-from ds_hilore.core.types import Action, UnitId
-from ds_hilore.integration.beside import gradients_of, recording
-from ds_hilore.integration.exact_gradient import averaged
+from ds_hilore.core.types import Action
 from ds_hilore.integration.gradient_checks import FIRST_UPDATE
-from tests.engines import config, gradients
+from tests.engines import config
 from tests.integration import updates
 from tests.integration.test_compress import grpo
-from tests.models import batch, llama, lora, plain_loss
+from tests.models import llama, lora
 from tests.ranks import RankPool
 
 HERE = "tests.integration.test_gradient_checks"
-
-
-def again(stage: int) -> dict[str, Any]:
-    """The reduced gradient of one microbatch, and that of the same microbatch beside the engine, under two plans."""
-    engine = updates.hilore_engine(lora(llama(layers=3), lora_dropout=0.1), config(stage))
-    controller, found = engine.hilore, {}
-    seed = 7 + dist.get_rank()
-    torch.manual_seed(seed)
-    with recording(engine) as taken:
-        loss = plain_loss(engine, *batch(seed))
-    engine.backward(loss)
-    truth = gradients(engine)
-    units = [UnitId(path) for path in updates.units_of(engine)]
-    for name, treatment in (("replayed", REPLAYED), ("stored", STORED)):
-        beside = averaged(engine, gradients_of(engine, controller, taken[0], dict.fromkeys(units, treatment)))
-        found[name] = updates.unequal_bits(truth, beside)
-    engine.step()
-    return found
 
 
 def undisturbed(stage: int, accumulation: int) -> dict[str, Any]:
@@ -72,12 +50,6 @@ def late() -> int:
 
 def _loss(number: int) -> updates.Loss:
     return lambda engine, ids, advantages: grpo(engine, 10 * number + dist.get_rank())
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_microbatch_beside_the_engine_has_the_engine_s_gradient(ranks: RankPool, stage: int) -> None:
-    for found in ranks.run(f"{HERE}:again", stage=stage):
-        assert found == {"replayed": [], "stored": []}
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (2, 2), (3, 2)])
