@@ -194,7 +194,7 @@ class _Units:
         if inside_unit():
             return function(*args, **kwargs)
         inputs = UnitInputs.capture(function, args, kwargs)
-        name, unit_class = self._controller.unit_name(inputs.module, function)
+        name, unit_class = self._controller.parts.unit_name(inputs.module, function)
         unit = UnitId(name, self._counts.get(name, 0))
         self._counts[name] = unit.call + 1
         treatment = self._treatments.get(unit, REPLAYED)

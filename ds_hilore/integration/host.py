@@ -152,16 +152,22 @@ class AttachedHost:
         microbatch twice."""
         try:
             yield
-        except BaseException:
-            self._give_up_update()
+        except BaseException as error:
+            self._give_up_update(error)
             raise
 
-    def _give_up_update(self) -> None:
-        """The update starts again: what DeepSpeed left half done would be silently wrong (design fact 4)."""
-        self.controller.abort()
+    def _give_up_update(self, error: BaseException) -> None:
+        """The update starts again: what DeepSpeed left half done would be silently wrong (design fact 4).
+
+        Raises:
+            MemoryExhausted: that is what `error` means.
+        """
+        exhausted = self.controller.abort(error)
         if self.checks is not None:
             self.checks.abort()
         reset_update(self.engine)
+        if exhausted is not None:
+            raise exhausted from error
 
     def _write_metrics(self) -> None:
         monitor = getattr(self.engine, "monitor", None)

@@ -210,9 +210,9 @@ class PipelineHost(AttachedHost):
         self._begun = False
         try:
             return original(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._broken = self._begun
-            self._give_up_update()
+            self._give_up_update(error)
             raise
 
     def _meet_ranks(self) -> None:
@@ -222,9 +222,11 @@ class PipelineHost(AttachedHost):
             facts = {"update": self.controller.update, "microbatches": engine.micro_batches}
             self.plane.agree("update", facts | {"global_steps": engine.global_steps})
 
-    def _give_up_update(self) -> None:
-        self.controller.abort()
+    def _give_up_update(self, error: BaseException) -> None:
+        exhausted = self.controller.abort(error)
         self.waiting.clear()
+        if exhausted is not None:
+            raise exhausted from error
 
     def _forward_pass(self, original: Callable[..., Any], engine: Any, buffer_id: int) -> None:
         if not torch.is_grad_enabled():

@@ -20,10 +20,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ds_hilore.core.errors import MemoryExhausted, UsageError
-from ds_hilore.core.treatment import REPLAYED, Treatment, UniformPlan, treatment_of
+from ds_hilore.core.errors import MemoryExhausted
+from ds_hilore.core.treatment import REPLAYED, Treatment, treatment_of
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.profiling.measure import Measurements
 from ds_hilore.recovery.deadwork import DeadWork
@@ -35,7 +35,7 @@ from ds_hilore.runtime.learning import Learning
 from ds_hilore.runtime.microbatch import Microbatch, Phase
 from ds_hilore.runtime.observe import as_rows, call_with_gradient, check_observable
 from ds_hilore.runtime.outputs import OutputMarks
-from ds_hilore.runtime.parts import Bypass, Checkpoint, ControllerParts, Stage
+from ds_hilore.runtime.parts import Bypass, Checkpoint, ControllerParts, Stage, forced_plan
 from ds_hilore.runtime.pruner import Pruner
 from ds_hilore.runtime.update import Announcements, Coefficients, MicrobatchFacts, Source
 
@@ -122,15 +122,7 @@ class Controller:
         Raises:
             UsageError: neither a plan nor a treatment nor an action that says all.
         """
-        if plan is Action.COMPRESS:
-            raise UsageError('force: compress needs codecs; give a treatment, as Treatment.parse("L:mlp=bf16")')
-        if isinstance(plan, Action):
-            plan = Treatment(plan)
-        if isinstance(plan, Treatment):
-            plan = UniformPlan(treatment=plan)
-        if plan is not None and not isinstance(plan, Plan):
-            raise UsageError(f"force: {plan!r} is no plan; give an Action, a Treatment, a Plan, or None to end it")
-        self._forced = plan
+        self._forced = forced_plan(plan)
         self.learning.disturbed()
 
     @contextmanager
@@ -202,7 +194,7 @@ class Controller:
         if self._awaits_unit:
             self._begin_microbatch(inputs.shape)
         module = inputs.module
-        name, unit_class = self.unit_name(module, function)
+        name, unit_class = self.parts.unit_name(module, function)
         batch = self.microbatch
         unit = UnitId(name, batch.counts[name])
         batch.counts[name] += 1
@@ -222,15 +214,6 @@ class Controller:
     def _is_continued(self) -> bool:
         """Whether the microbatch in hand still waits for its backward. A graph that was dropped never gets one."""
         return any(reference() is not None for reference in self.microbatch.calls)
-
-    def unit_name(self, module: nn.Module | None, function: Callable[..., Any]) -> tuple[str, str]:
-        known = self.parts.unit_names.get(module) if module is not None else None
-        if known is not None:
-            return known
-        while hasattr(function, "func"):  # functools.partial
-            function = function.func
-        name = getattr(function, "__qualname__", type(function).__name__)
-        return name, name
 
     def _begin_microbatch(self, shape: Shape) -> None:
         self._awaits_unit = False

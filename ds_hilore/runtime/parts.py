@@ -9,7 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from ds_hilore.core.errors import UsageError
 from ds_hilore.core.fabric import ControlPlane
+from ds_hilore.core.treatment import Treatment, UniformPlan
+from ds_hilore.core.types import Action, Plan
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.objective.reach import Reach
 from ds_hilore.profiling.clock import Clock
@@ -67,3 +70,30 @@ class ControllerParts:
     roles: RolesOf | None = None
     plane: ControlPlane | None = None
     reaches: Mapping[str, Reach] = field(default_factory=dict)
+
+    def unit_name(self, module: nn.Module | None, function: Callable[..., Any]) -> tuple[str, str]:
+        """Path and class label of a unit; a function of the host's own is named after itself."""
+        known = self.unit_names.get(module) if module is not None else None
+        if known is not None:
+            return known
+        while hasattr(function, "func"):  # functools.partial
+            function = function.func
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return name, name
+
+
+def forced_plan(wanted: Plan | Treatment | Action | None) -> Plan | None:
+    """The plan that a caller of `Controller.force` means.
+
+    Raises:
+        UsageError: neither a plan nor a treatment nor an action that says all.
+    """
+    if wanted is Action.COMPRESS:
+        raise UsageError('force: compress needs codecs; give a treatment, as Treatment.parse("L:mlp=bf16")')
+    if isinstance(wanted, Action):
+        wanted = Treatment(wanted)
+    if isinstance(wanted, Treatment):
+        wanted = UniformPlan(treatment=wanted)
+    if wanted is not None and not isinstance(wanted, Plan):
+        raise UsageError(f"force: {wanted!r} is no plan; give an Action, a Treatment, a Plan, or None to end it")
+    return wanted
