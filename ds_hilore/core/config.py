@@ -37,6 +37,7 @@ __all__ = [
     "HiLoReConfig",
     "MemoryBudget",
     "Mode",
+    "PaperConfig",
     "PlannerConfig",
     "ProfileConfig",
     "RankBudgets",
@@ -55,13 +56,16 @@ class Mode(Enum):
     UPDATE_AWARE = "update_aware"  # the update's own token coefficients decide, after forward
     EXACT = "exact"  # store and recompute only, whatever max_gradient_error says
     STATIC_RISK = "static_risk"  # the paper's ablation: risk without the update's coefficients
-    PAPER = "paper"  # the paper's linear sum of risks
+    PAPER = "paper"  # the paper's planner and its one fp8 tensor a layer, and nothing beside: to compare with
 
+
+#: Codecs where the block names none, and those of the paper.
+DEFAULT_CODECS = ("bf16", "int8")
+PAPER_CODECS = ("fp8_e4m3:unscaled",)
 
 #: Key -> (values that need nothing that is still to come, what brings the others, what to write until then).
 _LATER: Mapping[str, tuple[tuple[Any, ...], str, str]] = {
     "host_budget": ((0,), "offload to the host", "0"),
-    "mode": ((Mode.UPDATE_AWARE, Mode.STATIC_RISK, Mode.EXACT), "the paper's planner", '"update_aware"'),
     "selfcheck.updates": ((0,), "the self-check", "0"),
     "report.path": ((None,), "the report", "null"),
 }
@@ -200,6 +204,30 @@ class ReportConfig(Block):
         return _refuse_until_later("report.path", value)
 
 
+class PaperConfig(Block):
+    """What mode "paper" compresses. Read in that mode only."""
+
+    where: ClassVar[str] = f"{BLOCK}.paper"
+
+    least_tensor_bytes: int = Field(
+        default=32 << 20,
+        ge=0,
+        strict=True,
+        description="Bytes of the smallest tensor that is compressed: of each layer's MLP the largest that has a "
+        "storage of its own, if it has as many. Small models have none of 32 MiB.",
+    )
+    dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = Field(
+        default=("bfloat16",), description="Of such tensors. The paper's are bfloat16."
+    )
+
+    @field_validator("dtypes")
+    @classmethod
+    def _name_dtypes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError('the list is empty; name at least one, as ["bfloat16"]')
+        return value
+
+
 class HiLoReConfig(Block):
     """The whole "hilore" block. Every wrong value ends in a `ConfigError`, however the object is made."""
 
@@ -232,10 +260,12 @@ class HiLoReConfig(Block):
     mode: Mode = Field(
         default=Mode.UPDATE_AWARE,
         description='"update_aware": the update\'s own coefficients decide after forward; "static_risk": exposure is '
-        'taken to be what it was in calibration; "exact": store and recompute only.',
+        'taken to be what it was in calibration; "exact": store and recompute only; "paper": as the paper plans, with '
+        "none of our own: no derived state, no kept kernel outputs, no skipped work, no pruning, risks that add up.",
     )
     codecs: tuple[str, ...] = Field(
-        default=("bf16", "int8"), description="Codecs that compression may use, where max_gradient_error is above 0."
+        default=DEFAULT_CODECS,
+        description="Codecs that compression may use, where max_gradient_error is above 0. Mode paper has its own.",
     )
     planner: PlannerConfig = Field(default=PlannerConfig(), description="How plans are solved.")
     prune_zero_exposure: StrictBool = Field(
@@ -247,6 +277,7 @@ class HiLoReConfig(Block):
     selfcheck: SelfcheckConfig = Field(
         default=SelfcheckConfig(), description="Comparison with exact gradients at start."
     )
+    paper: PaperConfig = Field(default=PaperConfig(), description='What mode "paper" compresses.')
     report: ReportConfig = Field(default=ReportConfig(), description="File of predictions and observations.")
 
     def __init__(self, **values: Any) -> None:  # typed like the JSON: a budget is given as "1.10x", not as parsed
@@ -280,16 +311,15 @@ class HiLoReConfig(Block):
     def _later_before_its_type(cls, value: Any) -> Any:
         return _refuse_until_later("host_budget", value)
 
-    @field_validator("mode")
-    @classmethod
-    def _later(cls, value: Any, info: ValidationInfo) -> Any:
-        return _refuse_until_later(str(info.field_name), value)
-
     @field_validator("codecs")
     @classmethod
-    def _name_codecs(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _name_codecs(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if len(set(value)) != len(value):
             raise ValueError("a codec is listed twice; name each once")
+        if info.data.get("mode") is Mode.PAPER:
+            if value not in (DEFAULT_CODECS, PAPER_CODECS):
+                raise ValueError(f'mode "paper" compresses by {PAPER_CODECS[0]} only; leave the key out')
+            return PAPER_CODECS
         return value
 
     @property

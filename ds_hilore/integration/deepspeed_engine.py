@@ -18,10 +18,11 @@ from torch import nn
 
 from ds_hilore.codecs.registry import codec_names
 from ds_hilore.core import deps
-from ds_hilore.core.config import HiLoReConfig, Mode, RankBudgets
+from ds_hilore.core.config import HiLoReConfig, Mode, PaperConfig, RankBudgets
 from ds_hilore.core.errors import ConfigError, UnsupportedError, UsageError
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.host_rules import check_against_ds_json
+from ds_hilore.core.types import Solver
 from ds_hilore.integration.architecture import rates_by_class, reach_by_unit
 from ds_hilore.integration.control_plane import control_plane
 from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
@@ -54,10 +55,12 @@ from ds_hilore.profiling.cost_model import DeviceSpeed
 from ds_hilore.profiling.layout import StoredProfile
 from ds_hilore.profiling.measure import UnitRates
 from ds_hilore.profiling.store import ProfileStore
+from ds_hilore.profiling.variants import FIRST
+from ds_hilore.recovery.encoded import LargestOf
 from ds_hilore.runtime.budget import RankPlanner
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import claim
-from ds_hilore.runtime.parts import ControllerParts
+from ds_hilore.runtime.parts import ControllerParts, Techniques
 from ds_hilore.runtime.risk import RiskRules
 
 _log = logging.getLogger(__name__)
@@ -246,7 +249,9 @@ def _controller(engine: Any, config: HiLoReConfig, units: Units, plane: ControlP
         budget = budget.for_rank(plane.rank, plane.world_size)
     meter = peak_meter(device)
     limits = SolverLimits(config.planner.time_limit_s, config.planner.relative_gap)
-    planner = RankPlanner(budget, config.planner.solver, limits, meter.wander_bytes)
+    paper = config.mode is Mode.PAPER
+    solver = Solver.DYNAMIC if paper else config.planner.solver
+    planner = RankPlanner(budget, solver, limits, meter.wander_bytes)
     known = set(units.modules)
     stage3 = engine.zero_optimization_stage() == 3
     parts = ControllerParts(
@@ -262,7 +267,10 @@ def _controller(engine: Any, config: HiLoReConfig, units: Units, plane: ControlP
         codecs=config.codecs if config.compresses else (),
         risk=_risk_rules(engine, config),
         # A pruned replay knows one microbatch at a time.
-        roles=decoder_layer_roles if config.prune_zero_exposure and not is_pipeline(engine.module) else None,
+        roles=decoder_layer_roles
+        if config.prune_zero_exposure and not paper and not is_pipeline(engine.module)
+        else None,
+        techniques=_papers_own(config.paper) if paper else Techniques(),
         plane=plane,
         reaches=_reaches(engine, units) if config.compresses else {},
     )
@@ -274,6 +282,17 @@ def _reaches(engine: Any, units: Units) -> dict[str, Reach]:
     for model in pretrained_models(engine.module):
         found |= reach_by_unit(model, units.names)
     return found
+
+
+def _papers_own(paper: PaperConfig) -> Techniques:
+    """What there is in mode `paper`: one tensor of the MLP that may be encoded, and nothing beside."""
+    return Techniques(
+        derived_state=False,
+        dead_work=False,
+        kept_outputs=False,
+        encodable=LargestOf(FIRST, paper.least_tensor_bytes, frozenset(getattr(torch, name) for name in paper.dtypes)),
+        least_encoded_bytes=paper.least_tensor_bytes,
+    )
 
 
 def _risk_rules(engine: Any, config: HiLoReConfig) -> RiskRules:
@@ -297,6 +316,7 @@ def _risk_rules(engine: Any, config: HiLoReConfig) -> RiskRules:
         static=config.mode is Mode.STATIC_RISK,
         ranks=engine.dp_world_size,
         microbatches=engine.gradient_accumulation_steps(),
+        linear=config.mode is Mode.PAPER,
     )
 
 

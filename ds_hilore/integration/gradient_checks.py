@@ -275,11 +275,11 @@ class GradientChecks:
                 truth = exact[name].double()
                 reference += float(truth.square().sum())
                 square += float(((0 if used is None else used.double() / scale) - truth).square().sum())
-        squares = [risk * risk for risk in self._controller.learning.risk.spent]
-        (predicted,) = sum_over_ranks(self._plane, "audit", [math.fsum(squares)])
+        rules, spent = self._controller.learning.risk.rules, self._controller.learning.risk.spent
+        (cost,) = sum_over_ranks(self._plane, "audit", [math.fsum(map(rules.cost, spent))])
         norm = math.sqrt(reference)
         if norm > 0:
-            audit = Audit(self._controller.update, math.sqrt(predicted) / norm, math.sqrt(square) / norm)
+            audit = Audit(self._controller.update, rules.risk(cost) / norm, math.sqrt(square) / norm)
             self.audits.append(audit)
             self.calibration.note_audit(audit.predicted, audit.measured)
             self._controller.learning.risk.correction = 1.0 / self.calibration.coherence

@@ -63,7 +63,8 @@ class AttachedHost:
             guard.apply()
         self._stack.callback(undo_wrapping, self.units.wrapped)
         apply_wrapping(self.units.wrapped)
-        self._stack.callback(undo_gated_mlps, apply_gated_mlps(self.units.modules))
+        if self.controller.parts.techniques.derived_state:
+            self._stack.callback(undo_gated_mlps, apply_gated_mlps(self.units.modules))
 
     def _change_engine(self) -> None:
         self._wrap("forward", "backward", "step", "load_checkpoint", "no_sync", "compile")

@@ -146,6 +146,7 @@ class Measurements:
         relations: shapes of units relative to the first.
         struck: reasons by (class, variant).
         risk: r at exposure 1 of a unit under a compressing treatment; None where that may not be used.
+        least_encoded_bytes: state groups that are smaller are not compressed.
     """
 
     rates: Mapping[str, UnitRates] = field(default_factory=dict)
@@ -154,6 +155,7 @@ class Measurements:
     relations: dict[UnitId, Relation] = field(default_factory=dict)
     struck: dict[tuple[str, str], str] = field(default_factory=dict)
     risk: Callable[[UnitId, Treatment], float | None] = lambda unit, treatment: None
+    least_encoded_bytes: int = 0
     _shapes: dict[UnitId, Shape] = field(default_factory=dict)
     _class_of: dict[UnitId, str] = field(default_factory=dict)
     _profiles: dict[tuple[Shape, Pruned | None], tuple[UnitProfile, ...]] = field(default_factory=dict)
@@ -332,6 +334,7 @@ class Measurements:
             replay_s,
             gain=partial(self._gained, unit_class, shape),
             risk=partial(self.risk, unit),
+            least_encoded_bytes=self.least_encoded_bytes,
         )
         kept = [found for found in variants(whole, fits.parts) if (unit_class, found.name) not in self.struck]
         profile = UnitProfile(unit, unit_class, tuple(kept))

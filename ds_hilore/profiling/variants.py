@@ -85,7 +85,7 @@ class Whole:
     """A unit as a whole, for one shape: bytes of inputs and of the state that storing adds, seconds of a replay.
 
     `gain`: measured seconds that a variant saves against R, encoding included, or None. `risk`: r at exposure 1, or
-    None where the variant may not be used.
+    None where the variant may not be used. `least_encoded_bytes`: smaller state groups are not compressed.
     """
 
     shape: Shape
@@ -94,6 +94,7 @@ class Whole:
     replay_s: float
     gain: Callable[[str], float | None]
     risk: Callable[[Treatment], float | None]
+    least_encoded_bytes: int = 0
 
 
 def variants(whole: Whole, state: StateFits) -> Iterator[Variant]:
@@ -105,6 +106,8 @@ def variants(whole: Whole, state: StateFits) -> Iterator[Variant]:
     for operator, fits in state.operators.items():
         yield _keeping(whole, operator, fits)
     for codecs in compressions(state, whole.shape):
+        if any(state.groups[group].of(whole.shape) < whole.least_encoded_bytes for group, _ in codecs):
+            continue
         treatment = Treatment(Action.COMPRESS, codecs=codecs)
         risk = whole.risk(treatment)
         if risk is not None:

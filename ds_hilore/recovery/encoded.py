@@ -8,9 +8,11 @@ its decoded form. The forward pass and its outputs are never touched.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ds_hilore.codecs.base import Codec, Payload
@@ -69,6 +71,33 @@ class Shelf(NamedTuple):
     group: str
     base: Kept
     views: tuple[Kept, ...]
+
+
+#: Of what could be encoded of a call, that which is.
+Encodable = Callable[[Sequence[Shelf]], list[Shelf]]
+
+
+@dataclass(frozen=True)
+class LargestOf:
+    """Of one state group the largest tensor that has a storage of its own, the first saved of equals; nothing else of
+    the call is encoded. What the paper encodes of a layer.
+
+    Args:
+        least_bytes: smaller tensors are not encoded.
+        dtypes: nor are those of others.
+    """
+
+    group: str
+    least_bytes: int
+    dtypes: frozenset[torch.dtype]
+
+    def __call__(self, found: Sequence[Shelf]) -> list[Shelf]:
+        fitting = [shelf for shelf in found if shelf.group == self.group and self._fits(shelf.base.tensor)]
+        return [max(fitting, key=lambda shelf: shelf.base.tensor.nbytes)] if fitting else []
+
+    def _fits(self, tensor: Tensor) -> bool:
+        own = tensor.nbytes == tensor.untyped_storage().nbytes()
+        return own and tensor.dtype in self.dtypes and tensor.nbytes >= self.least_bytes
 
 
 def shelves(handles: Iterable[Handle], groups: Mapping[int, str]) -> list[Shelf]:

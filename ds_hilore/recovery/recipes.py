@@ -29,9 +29,14 @@ MIN_DERIVED_BYTES = 4096
 
 
 class RecipeProofs:
-    """What was proven in this job, shared by all calls of one controller."""
+    """What was proven in this job, shared by all calls of one controller.
 
-    def __init__(self) -> None:
+    Args:
+        enabled: whether anything is derived at all; else every saved tensor is held as it is.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
         self._names: dict[tuple[Any, ...], int] = {}
         self.proven: dict[tuple[Hashable, int, int], bool] = {}
         #: slots of a kind of call for which no recipe was found, so that none is looked for again
@@ -102,6 +107,8 @@ class BundleBuilder:
         return value
 
     def _worth_deriving(self, tensor: Tensor) -> bool:
+        if not self.proofs.enabled:
+            return False
         if self.short_lived and tensor.numel() > self._width:
             return False  # an MLP's wide tensors are used up before the backward of its product, where the peak is
         return tensor.numel() * tensor.element_size() >= MIN_DERIVED_BYTES

@@ -39,7 +39,7 @@ from ds_hilore.core.treatment import REPLAYED, Treatment
 from ds_hilore.core.types import Action, UnitId
 from ds_hilore.recovery.bundle import Handle, ParameterRef, SlotMeta, Value, kept_tensors, storages
 from ds_hilore.recovery.deadwork import DeadWork, class_key
-from ds_hilore.recovery.encoded import Shelf, Statistic, encode, shelves
+from ds_hilore.recovery.encoded import Encodable, Shelf, Statistic, encode, shelves
 from ds_hilore.recovery.groups import groups_of, tensors_in
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.operators import OutputTape
@@ -89,6 +89,7 @@ class RecoveryContext:
     watch: Callable[[UnitCall], None] | None = None  # told whenever a call's saved tensor is wanted in backward
     sample: Callable[[UnitCall, list[Shelf]], None] | None = None  # shown what of a stored call can be encoded
     around_operator: Callable[[], AbstractContextManager[None]] = nullcontext  # around those whose outputs are kept
+    encodable: Encodable = list  # picks of what can be encoded of a call; by default all
     rng_tracker: RngTracker | None = None
     rereading: set[str] = field(default_factory=set)  # unit classes with nodes that unpack a slot more than once
     _facts: weakref.WeakKeyDictionary[torch.nn.Module, ModuleFacts] = field(default_factory=weakref.WeakKeyDictionary)
@@ -213,7 +214,7 @@ class UnitCall:
 
     def _shelves(self, find: Callable[[], dict[int, str]] | None) -> list[Shelf]:
         groups = self.context.groups((*self._kind, class_key(self.unit_class, self.metas)), find)
-        return shelves(self._alive(), groups) if groups else []
+        return self.context.encodable(shelves(self._alive(), groups)) if groups else []
 
     def _encode(self, shelved: list[Shelf], treatment: Treatment) -> None:
         self.statistics += encode(self._alive(), shelved, self.context.codecs_of(treatment))

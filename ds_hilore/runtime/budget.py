@@ -15,6 +15,7 @@ from ds_hilore.memory.base import BaseBytes, BaseObservation
 from ds_hilore.planning.background import BackgroundPlanner
 from ds_hilore.planning.frontier import Frontier, Prepared, first_frontier, gap
 from ds_hilore.planning.options import REPLAY, device_bytes
+from ds_hilore.planning.paper import PaperFrontier, PaperPrepared, paper_frontier
 from ds_hilore.planning.problem import Infeasible, Problem, Row, evaluate
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.planning.refine import refine_apart
@@ -55,6 +56,7 @@ class RankPlanner:
     """Plans of one rank under its own budget. Greedy answers at once, the exact programme in the background.
 
     Args:
+        solver: of the programme; GREEDY: none. DYNAMIC: the planner of `paper` mode, whose risks add up as they are.
         room_bytes: what plans leave free where they can, because one and the same plan's peak wanders by as much.
     """
 
@@ -65,13 +67,14 @@ class RankPlanner:
         self.budget_bytes = 0
         self.infeasible: Infeasible | None = None
         self._background: BackgroundPlanner[Frontier, Frontier] | None = None
-        if solver is not Solver.GREEDY:
+        self._paper = solver is Solver.DYNAMIC
+        if solver in (Solver.HIGHS, Solver.CBC):
             self._background = BackgroundPlanner(partial(refine_apart, limits=limits))
         self._calibrations = 0
         self._relative_gap = limits.relative_gap
         self._largest: dict[Shape, Shape] = {}  # by shape class
         self._problems: dict[PlanKey, Problem] = {}
-        self._frontiers: dict[PlanKey, Frontier | Plan] = {}  # a plan where nothing fits
+        self._frontiers: dict[PlanKey, Frontier | PaperFrontier | Plan] = {}  # a plan where nothing fits
         self._observed: list[BaseObservation] = []
         self._base = BaseBytes()
         self._in_flight = 1
@@ -145,7 +148,7 @@ class RankPlanner:
         reach: float = EXACT,
         ratios: Sequence[float] = (1.0,),
         pruning: Pruned | None = None,
-    ) -> Prepared | Plan:
+    ) -> Prepared | PaperPrepared | Plan:
         """The same with what it may still become after forward; a bare plan where nothing fits.
 
         Args:
@@ -159,7 +162,7 @@ class RankPlanner:
     def breakpoints(self, shape: Shape, profiles: tuple[UnitProfile, ...]) -> tuple[tuple[float, float], ...]:
         """(risk cost at exposure 1, seconds) of every plan of this shape class, for the price of risk."""
         found = self._frontier(shape, profiles)
-        return () if isinstance(found, Plan) else found.breakpoints
+        return found.breakpoints if isinstance(found, Frontier) else ()
 
     def planning_shape(self, shape: Shape) -> Shape:
         """The shape to plan for: the largest seen of the shape's class, so that one plan serves all of it so far."""
@@ -169,7 +172,13 @@ class RankPlanner:
         self._largest[size] = largest
         return largest
 
-    def decide(self, shape: Shape, row: Prepared, level_bytes: int | None = None, risk: RiskNow | None = None) -> Plan:
+    def decide(
+        self,
+        shape: Shape,
+        row: Prepared | PaperPrepared,
+        level_bytes: int | None = None,
+        risk: RiskNow | None = None,
+    ) -> Plan:
         """The final plan from what `prepare` gave, once forward and loss are over.
 
         Args:
@@ -198,7 +207,7 @@ class RankPlanner:
 
     def _frontier(
         self, shape: Shape, profiles: tuple[UnitProfile, ...], pruning: Pruned | None = None
-    ) -> Frontier | Plan:
+    ) -> Frontier | PaperFrontier | Plan:
         key = (self.budget_bytes, shape, pruning)
         if self._background is not None:
             refined = self._background.best((self._calibrations, *key))
@@ -220,15 +229,18 @@ class RankPlanner:
         self.budget_bytes = budget_bytes
         self.infeasible = None
 
-    def _first_frontier(self, key: PlanKey, profiles: tuple[UnitProfile, ...]) -> Frontier | Plan:
+    def _first_frontier(self, key: PlanKey, profiles: tuple[UnitProfile, ...]) -> Frontier | PaperFrontier | Plan:
         base = self._base.at(key[1])
-        problem = _problem(profiles, max(0, self.budget_bytes - self._room - self._margin), base, self._in_flight)
-        found = first_frontier(problem)
+        first = paper_frontier if self._paper else first_frontier
+        problem = _problem(
+            profiles, max(0, self.budget_bytes - self._room - self._margin), base, self._in_flight, self._paper
+        )
+        found = first(problem)
         if isinstance(found, Infeasible):
             # without that room; where it was missed before, with as much of it as there can be
             least = min(self.budget_bytes, found.min_bytes) if self._margin else self.budget_bytes
-            problem = _problem(profiles, least, base, self._in_flight)
-            found = first_frontier(problem)
+            problem = _problem(profiles, least, base, self._in_flight, self._paper)
+            found = first(problem)
         self._problems[key] = problem
         if isinstance(found, Infeasible):
             if self.infeasible is None:
@@ -236,6 +248,8 @@ class RankPlanner:
             self.infeasible = found
             replayed = all_units([profile.unit for profile in profiles], Action.RECOMPUTE)
             return replace(replayed, peak_bytes=evaluate(problem, replayed.choice).peak_bytes)
+        if isinstance(found, PaperFrontier):
+            return found
         plans = [plan for row in found.rows for plan in (row.plan, *row.points)]
         if self._background is not None and any(gap(plan) > self._relative_gap for plan in plans):
             self._background.submit((self._calibrations, *key), found)
@@ -324,7 +338,11 @@ def all_units(units: list[UnitId], wanted: Treatment | Action) -> Plan:
 
 
 def _problem(
-    profiles: tuple[UnitProfile, ...], budget_bytes: int, base: tuple[int, int, int], in_flight: int
+    profiles: tuple[UnitProfile, ...],
+    budget_bytes: int,
+    base: tuple[int, int, int],
+    in_flight: int,
+    linear_risk: bool = False,
 ) -> Problem:
     forward, loss, backward = base
     return Problem(
@@ -334,4 +352,5 @@ def _problem(
         base_loss_bytes=loss,
         base_backward_bytes=backward,
         in_flight=in_flight,
+        linear_risk=linear_risk,
     )

@@ -58,7 +58,9 @@ class Controller:
         self.microbatch = Microbatch()
         self.outputs = OutputMarks()
         self.dead: dict[str, frozenset[Site]] = {}
-        self.context = RecoveryContext(rank=parts.rank, dead_work=DeadWork(report=self._note_dead))
+        self.context = RecoveryContext(rank=parts.rank, dead_work=DeadWork(parts.techniques.dead_work, self._note_dead))
+        self.context.proofs.enabled = parts.techniques.derived_state
+        self.context.encodable = parts.techniques.encodable
         self.context.settle = self.settle
         self.pruner = Pruner(parts.roles, parts.rank)
         self.guard = Guard(parts.planner, self.context, lambda: self.microbatch)

@@ -32,7 +32,7 @@ from ds_hilore.runtime.forecast import Forecast
 from ds_hilore.runtime.microbatch import Microbatch, footprints
 from ds_hilore.runtime.parts import ControllerParts, Stage
 from ds_hilore.runtime.risk import Exposed, RiskKeeper, read
-from ds_hilore.runtime.sampling import SAMPLED, Sampler
+from ds_hilore.runtime.sampling import SAMPLED, SAMPLED_WHOLE, Sampler
 from ds_hilore.runtime.trial import Trial
 from ds_hilore.runtime.watch import PeakWatch
 
@@ -55,7 +55,7 @@ class Learning:
 
     def __init__(self, parts: ControllerParts, context: RecoveryContext) -> None:
         self.stage = Stage.MEASURE_R
-        self.measurements = Measurements()
+        self.measurements = Measurements(least_encoded_bytes=parts.techniques.least_encoded_bytes)
         self.in_flight = 1
         self.known = False
         self.prize: Prize | None = None
@@ -156,7 +156,8 @@ class Learning:
         last = {unit_class: unit for unit, unit_class in self.measurements.roster}
         self._context.sample = self._sampler.note
         self._context.around_operator = self._sampler.timed
-        return all_units([unit for unit_class, unit in last.items() if unit_class in wanted], SAMPLED)
+        how = SAMPLED if self._parts.techniques.kept_outputs else SAMPLED_WHOLE
+        return all_units([unit for unit_class, unit in last.items() if unit_class in wanted], how)
 
     def begin(self, batch: Microbatch, shape: Shape, measured: bool) -> None:
         """The first unit of a microbatch is about to run, as `choose` has it.

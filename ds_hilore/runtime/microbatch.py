@@ -10,6 +10,7 @@ from enum import Enum
 from ds_hilore.core.treatment import REPLAYED, Treatment, treatment_of
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.planning.frontier import Prepared
+from ds_hilore.planning.paper import PaperPrepared
 from ds_hilore.profiling.measure import UnitFootprint
 from ds_hilore.profiling.pruned import Pruned
 from ds_hilore.recovery.unit import UnitCall
@@ -47,7 +48,7 @@ class Microbatch:
     sampled: frozenset[str] | None = None
     shape: Shape | None = None  # of its first unit
     plan: Plan = field(default_factory=Plan)
-    prepared: Prepared | None = None
+    prepared: Prepared | PaperPrepared | None = None
     facts: MicrobatchFacts | None = None
     live_share: float | None = None
     prunes: bool = False

@@ -16,6 +16,7 @@ from ds_hilore.core.types import Action, Plan
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.objective.reach import Reach
 from ds_hilore.profiling.clock import Clock
+from ds_hilore.recovery.encoded import Encodable
 from ds_hilore.recovery.prune import RolesOf
 from ds_hilore.runtime.budget import RankPlanner
 from ds_hilore.runtime.risk import RiskRules
@@ -42,6 +43,25 @@ class Bypass(Enum):
 
 
 @dataclass(frozen=True)
+class Techniques:
+    """What there is beside storing, compressing and recomputing whole units; mode `paper` has none of it.
+
+    Args:
+        derived_state: tensors that can be derived from held ones are not held.
+        dead_work: replays leave out what nothing recovered depends on.
+        kept_outputs: plans may keep the attention kernel's outputs for a replay.
+        encodable: what is encoded of a call, of all that could be.
+        least_encoded_bytes: plans offer no compression of state groups below.
+    """
+
+    derived_state: bool = True
+    dead_work: bool = True
+    kept_outputs: bool = True
+    encodable: Encodable = list
+    least_encoded_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class ControllerParts:
     """What a controller is built from.
 
@@ -54,6 +74,7 @@ class ControllerParts:
         risk: what gradient error is allowed.
         roles: what the arguments of a unit mean, for pruning; None where nothing is to be pruned.
         reaches: by unit path, of units whose state does not reach all positions that follow.
+        techniques: what else may be used; all of ours by default.
         plane: to the other ranks of the job, with which gradient error is shared; None: there are none.
     """
 
@@ -68,6 +89,7 @@ class ControllerParts:
     codecs: tuple[str, ...] = ()
     risk: RiskRules = field(default_factory=RiskRules)
     roles: RolesOf | None = None
+    techniques: Techniques = field(default_factory=Techniques)
     plane: ControlPlane | None = None
     reaches: Mapping[str, Reach] = field(default_factory=dict)
 

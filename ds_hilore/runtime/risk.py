@@ -39,12 +39,23 @@ class RiskRules:
         static: exposures are frozen at the mean of calibration (mode static_risk).
         ranks: that share an update.
         microbatches: of one update on one rank.
+        linear: risks of units, microbatches and ranks add up as they are, not in squares, and audits correct nothing
+            (mode paper).
     """
 
     limit: float = 0.0
     static: bool = False
     ranks: int = 1
     microbatches: int = 1
+    linear: bool = False
+
+    def cost(self, risk: float) -> float:
+        """What a risk adds to those of others."""
+        return risk if self.linear else risk * risk
+
+    def risk(self, cost: float) -> float:
+        """The risk of so much cost together."""
+        return cost if self.linear else math.sqrt(cost)
 
 
 @dataclass(frozen=True)
@@ -109,12 +120,13 @@ class RiskKeeper:
     @property
     def budget(self) -> float:
         """B of one rank's part of an update, absolute."""
-        return self.rules.limit * self.norm * self.correction / math.sqrt(self.rules.ranks)
+        whole = self.rules.limit * self.norm
+        return whole / self.rules.ranks if self.rules.linear else whole * self.correction / math.sqrt(self.rules.ranks)
 
     @property
     def priced(self) -> bool:
         """Whether announced updates are split by the price of risk: the same on every rank, for the whole run."""
-        return self.rules.limit > 0 and not self.rules.static
+        return self.rules.limit > 0 and not self.rules.static and not self.rules.linear
 
     def announce(self, forecasts: Sequence[Forecast | None]) -> None:
         """All microbatches of this rank's next update are known (begin_update); None: exact actions only."""
@@ -168,7 +180,7 @@ class RiskKeeper:
         unforeseeable = forecast is not None and forecast.ready and not forecast.usable
         if not self.active or self.typical <= 0 or unforeseeable:
             return 0.0, (1.0,)
-        share = self.budget / math.sqrt(self.rules.microbatches)
+        share = self.rules.risk(self.rules.cost(self.budget) / self.rules.microbatches)
         self._predicted = self.typical * math.sqrt(self.tokens or tokens)
         if isinstance(self._account, PriceAccount) and forecast is not None:
             share, self._predicted = math.sqrt(self._account.expected()), forecast.exposure
@@ -183,7 +195,7 @@ class RiskKeeper:
         exposure = exposed.exposure
         if self._account is None:
             local = max(1, round(self.tokens * self.rules.microbatches) or exposed.tokens)
-            self._account = TokenAccount(self.budget**2, local)
+            self._account = TokenAccount(self.rules.cost(self.budget), local)
         if isinstance(self._account, PriceAccount):
             granted = self._account.grant(exposure if math.isfinite(exposure) else None)
         else:
@@ -191,10 +203,10 @@ class RiskKeeper:
         frozen = None
         if self.rules.static and self.frozen is not None and math.isfinite(exposure):
             frozen = self.frozen
-            granted = self.budget**2 / self.rules.microbatches
+            granted = self.rules.cost(self.budget) / self.rules.microbatches
         exposures = {unit: exposed.of(unit) if frozen is None else frozen for unit in units}
         exposures.update(dict.fromkeys(exposures.keys() & exposed.unusable, math.inf))
-        return RiskNow(math.sqrt(granted), exposures)
+        return RiskNow(self.rules.risk(granted), exposures)
 
     def pass_by(self, exposed: Exposed | None) -> None:
         """A microbatch runs with exact actions, or as forced: it spends nothing, and may have told its exposure."""
@@ -208,7 +220,7 @@ class RiskKeeper:
     def note(self, exposed: Exposed, risk: float) -> None:
         """A microbatch was decided at this risk (absolute)."""
         if self._account is not None:
-            self._account.spend(risk * risk)
+            self._account.spend(self.rules.cost(risk))
         self.spent.append(risk)
         self.observe(exposed)
 
@@ -216,7 +228,7 @@ class RiskKeeper:
         """The microbatch that was noted last turned out to be at this risk, a higher one."""
         before, self.spent[-1] = self.spent[-1], risk
         if self._account is not None:
-            self._account.spend(max(0.0, risk * risk - before * before))
+            self._account.spend(max(0.0, self.rules.cost(risk) - self.rules.cost(before)))
 
     def observe(self, exposed: Exposed) -> None:
         """A microbatch's exposure, whatever was done with it."""
@@ -241,7 +253,7 @@ class RiskKeeper:
         Returns:
             This rank's predicted error of the update, relative.
         """
-        predicted = math.sqrt(math.fsum(risk * risk for risk in self.spent))
+        predicted = self.rules.risk(math.fsum(map(self.rules.cost, self.spent)))
         relative = predicted / self.norm if self.norm > 0 else 0.0
         self._forget()
         if norm is not None and math.isfinite(norm) and norm > 0:

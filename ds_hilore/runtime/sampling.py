@@ -9,7 +9,7 @@ from functools import partial
 
 from ds_hilore.codecs.base import Codec
 from ds_hilore.codecs.registry import codec_named
-from ds_hilore.core.treatment import Treatment
+from ds_hilore.core.treatment import STORED, Treatment
 from ds_hilore.core.types import Action
 from ds_hilore.profiling.clock import Clock
 from ds_hilore.profiling.measure import Measurements
@@ -21,6 +21,7 @@ from ds_hilore.recovery.unit import UnitCall
 OPERATOR = "attention"
 #: How a unit runs that is sampled.
 SAMPLED = Treatment(Action.STORE, keeps=(OPERATOR,))
+SAMPLED_WHOLE = STORED  # where replays are handed nothing
 #: The first pass through a codec compiles, and wakes threads up.
 PASSES = 2
 

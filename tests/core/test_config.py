@@ -74,12 +74,21 @@ def test_the_fingerprint_is_json_and_reads_back_as_the_same_settings() -> None:
         ({"max_gradient_error": 0.01}, True),
         ({"max_gradient_error": 0.01, "mode": "static_risk"}, True),
         ({"max_gradient_error": 0.01, "mode": "exact"}, False),
+        ({"max_gradient_error": 0.01, "mode": "paper"}, True),
+        ({"mode": "paper"}, False),
         ({"max_gradient_error": 0.01, "codecs": []}, False),
         ({"max_gradient_error": 0.01, "profile": {"calibration_microbatches": 0}}, False),
     ],
 )
 def test_what_it_takes_to_compress(block: dict[str, Any], compresses: bool) -> None:
     assert parse(block).compresses is compresses
+
+
+def test_the_paper_has_its_own_codec_and_floor() -> None:
+    config = parse({"mode": "paper"})
+    assert config.codecs == ("fp8_e4m3:unscaled",)
+    assert (config.paper.least_tensor_bytes, config.paper.dtypes) == (32 << 20, ("bfloat16",))
+    assert parse(config.fingerprint()) == config
 
 
 def test_the_block_is_frozen() -> None:
@@ -121,7 +130,10 @@ WRONG: list[tuple[Any, tuple[str, ...]]] = [
     ({"units": ["A", ""]}, ("hilore.units = ['A', '']", "not empty")),
     ({"units": ["A", "A"]}, ("hilore.units = ['A', 'A']", "twice")),
     ({"mode": "fast"}, ("hilore.mode = 'fast'", "update_aware", "exact")),
-    ({"mode": "paper"}, ("hilore.mode = 'paper'", "later release", '"update_aware"')),
+    ({"mode": "paper", "codecs": ["int8"]}, ("hilore.codecs = ['int8']", "fp8_e4m3:unscaled", "leave the key out")),
+    ({"paper": {"least_tensor_bytes": -1}}, ("hilore.paper.least_tensor_bytes = -1", "greater than or equal to 0")),
+    ({"paper": {"dtypes": ["int8"]}}, ("hilore.paper.dtypes", "bfloat16")),
+    ({"paper": {"dtypes": []}}, ("hilore.paper.dtypes = []", "at least one")),
     ({"codecs": ["int8", "int8"]}, ("hilore.codecs = ['int8', 'int8']", "twice")),
     ({"codecs": "int8"}, ("hilore.codecs = 'int8'", "list")),
     ({"planner": "highs"}, ("hilore.planner = 'highs'", "time_limit_s")),

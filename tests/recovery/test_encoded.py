@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ds_hilore.core.treatment import Treatment
 from ds_hilore.core.types import Action
-from ds_hilore.recovery.encoded import Encoded
+from ds_hilore.recovery.bundle import Kept
+from ds_hilore.recovery.encoded import Encoded, LargestOf, Shelf
 from ds_hilore.recovery.unit import UnitCall
 from tests import models
 from tests.recovery.plans import H, Host, R, adapted, differences, small_loss
@@ -174,3 +175,26 @@ def test_a_tensor_that_no_codec_shrinks_stays_as_it_is() -> None:
 
     host.gradients(looking(host, look), (everything("bf16"),))
     assert set(encoded) <= {torch.float32}  # of norms, which work in float32
+
+
+def shelf(group: str, tensor: Tensor) -> Shelf:
+    return Shelf(group, Kept(tensor, 0), ())
+
+
+def test_one_tensor_of_a_group_is_picked() -> None:
+    """The largest with a storage of its own, the first saved of equals; of the dtypes and bytes that are asked for."""
+    small, large, equal = (torch.zeros(n, dtype=torch.bfloat16) for n in (8, 16, 16))
+    wide = torch.zeros(64, dtype=torch.bfloat16)
+    found = [
+        shelf("mlp", small),
+        shelf("mlp", large),
+        shelf("mlp", equal),
+        shelf("mlp", wide[:32]),  # frees nothing: the rest of its storage stays
+        shelf("mlp", torch.zeros(32)),
+        shelf("residual", wide),
+    ]
+    of_bf16 = frozenset({torch.bfloat16})
+    (picked,) = LargestOf("mlp", 32, of_bf16)(found)
+    assert picked.base.tensor.data_ptr() == large.data_ptr()
+    assert LargestOf("mlp", 33, of_bf16)(found) == []
+    assert LargestOf("mlp", 0, of_bf16 | {torch.float32})(found)[0].base.tensor.dtype is torch.float32

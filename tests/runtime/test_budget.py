@@ -15,6 +15,7 @@ from ds_hilore.core.treatment import REPLAYED, STORED, Treatment, UniformPlan, t
 from ds_hilore.core.types import Action, Shape, Solver, UnitId, UnitProfile, Variant
 from ds_hilore.planning.background import BackgroundPlanner
 from ds_hilore.planning.frontier import Prepared, gap
+from ds_hilore.planning.paper import PaperPrepared
 from ds_hilore.planning.problem import evaluate
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.runtime.budget import (
@@ -26,6 +27,7 @@ from ds_hilore.runtime.budget import (
     round_up,
     shape_class,
 )
+from ds_hilore.runtime.risk import RiskNow
 
 COUNT = st.integers(1, 1 << 22)
 TEN, TWENTY = Shape(2, 5), Shape(4, 5)
@@ -353,3 +355,34 @@ def test_replays_are_lean_unless_the_loss_needs_far_more_than_backward(loss: int
     units = (UnitProfile(UnitId("layer"), "Layer", (Variant("R", Action.RECOMPUTE, 100),)),)
     baseline = Baseline(loss, (PhasePeaks(TEN, 500, loss, 1_000), PhasePeaks(TEN, 500, 9_000, 1_000)), 10_000)
     assert loss_leads(baseline, {TEN: units}) is leads
+
+
+# ------------------------------------------------------------------------------------------------ mode paper
+
+
+def compressible(number: int) -> UnitProfile:
+    """A unit whose compressed form takes half of the memory at risk 1, or at no measured risk for the last."""
+    variants = (
+        Variant("R", Action.RECOMPUTE, 10, workspace_bytes=100),
+        Variant("H", Action.STORE, 110, saved_seconds=1.0),
+        Variant("L:mlp=fp8_e4m3:unscaled", Action.COMPRESS, 60, workspace_bytes=50, saved_seconds=0.9, risk=number % 3),
+    )
+    return UnitProfile(UnitId(f"u{number}"), "class", variants)
+
+
+def test_the_planner_of_paper_mode() -> None:
+    units = tuple(compressible(number) for number in range(1, 7))
+    made = RankPlanner(MemoryBudget(BudgetKind.BYTES, 450), Solver.DYNAMIC, SolverLimits(1.0, 0.01))
+    made.calibrate(Baseline(160, (PhasePeaks(TEN, 60, 60, 160),), 10**6), {TEN: units})
+    try:
+        row = made.prepare(TEN, units, reach=7.0)
+        assert isinstance(row, PaperPrepared) and row.problem.linear_risk
+        prepared = {unit for unit, action in row.plan.actions.items() if action is Action.COMPRESS}
+        assert prepared and not prepared & {UnitId("u3"), UnitId("u6")}, "no measured risk, so no proof of no error"
+        plan = made.decide(TEN, row, risk=RiskNow(2.0, dict.fromkeys((unit.unit for unit in units), 1.0)))
+        assert plan.solver is Solver.DYNAMIC and 0 < plan.risk <= 2.0
+        assert plan.risk == sum(unit.variant(plan.choice[unit.unit]).risk for unit in units)
+        assert made.decide(TEN, row).risk == 0
+        assert made.wait(0.0), "nothing is solved in the background"
+    finally:
+        made.close()

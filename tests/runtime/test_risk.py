@@ -253,3 +253,18 @@ def test_without_coefficients_only_encoded_state_is_read() -> None:
 def test_a_coefficient_that_is_not_finite_makes_everything_exact() -> None:
     omega = torch.tensor([[0.5, math.inf]])
     assert read([Coefficients(omega, Source.FORMULA)], []).exposure == math.inf
+
+
+@given(st.lists(amounts, min_size=1, max_size=6), st.integers(1, 4))
+def test_in_paper_mode_risks_add_up_as_they_are(exposures: list[float], ranks: int) -> None:
+    """Of all microbatches and ranks to no more than the limit; what audits find changes nothing."""
+    made = keeper(ranks=ranks, microbatches=len(exposures), linear=True)
+    made.correction = 3.0
+    made.observe(Exposed(1.0, 10))
+    assert not made.priced
+    assert made.expect(10)[0] == pytest.approx(0.01 / ranks / len(exposures) / made.typical / math.sqrt(10), rel=1e-9)
+    for exposure in exposures:
+        exposed = Exposed(exposure, 10)
+        made.note(exposed, made.decide(exposed, UNITS).budget)  # all of it is spent
+    assert ranks * sum(made.spent) == pytest.approx(0.01, rel=1e-9)
+    assert made.end_update(1.0) == pytest.approx(0.01 / ranks, rel=1e-9)
