@@ -48,13 +48,14 @@ class Bench:
         layers: int | None,
         rows: int | None = None,
         max_gradient_error: float = 0.0,
+        paper: bool = False,
     ) -> None:
         size = sized(preset, layers, rows)
         if model is None and size.shape is None:
             model = packaged_model(default_cache_dir())
             convert_packaged_model(model)
         subject, vocabulary = policy(model, size, full_finetuning, loss)
-        self.engine = engine_for(subject, START_BUDGET, max_gradient_error=max_gradient_error)
+        self.engine = engine_for(subject, START_BUDGET, max_gradient_error=max_gradient_error, paper=paper)
         self.batch = Batch.random(size, vocabulary, seed=0, device=self.engine.device)
         self.count = self.batch.mask.sum()  # N: the loss is per token of these, whatever `batch` is left with
         self.meter = peak_meter(self.engine.device)

@@ -31,6 +31,7 @@ from benchmarks.methods import (
     PLAIN_METHODS,
     TORCH,
     TUNED_METHODS,
+    needs_paper_engine,
     plainest,
     planned_mode,
 )
@@ -65,10 +66,15 @@ class Spec:
         """Of the gradient, that plans may cost: none where no method compresses, so that nothing is calibrated."""
         return self.max_gradient_error if set(self.methods) & set(LOSSY) else 0.0
 
+    @property
+    def paper(self) -> bool:
+        """Whether the engine is one in mode paper; then all its planned methods are."""
+        return any(map(needs_paper_engine, self.methods))
+
     def bench(self) -> Bench:
         torch.set_num_threads(self.threads)
         path = None if self.model is None else Path(self.model)
-        return Bench(self.preset, self.full_finetuning, self.loss, path, self.layers, self.rows, self.error)
+        return Bench(self.preset, self.full_finetuning, self.loss, path, self.layers, self.rows, self.error, self.paper)
 
 
 @dataclass(frozen=True)

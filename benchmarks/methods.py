@@ -39,16 +39,22 @@ HILORE_PLANNED: Mapping[str, Mode] = MappingProxyType(
         "hilore_exact": Mode.EXACT,
         "hilore_update_aware": Mode.UPDATE_AWARE,
         "hilore_static_risk": Mode.STATIC_RISK,
+        "hilore_paper": Mode.PAPER,
     }
 )
 #: Methods that run only where they are asked for: compression has to be calibrated first.
-LOSSY = ("hilore_update_aware", "hilore_static_risk")
+LOSSY = ("hilore_update_aware", "hilore_static_risk", "hilore_paper")
 METHODS = (*PLAIN_METHODS, *TUNED_METHODS, *HILORE_FORCED, *HILORE_PLANNED)
 
 
 def planned_mode(method: str) -> Mode | None:
     """The mode in which the engine plans for a method; None where it does not. A suffix ("+...") changes no mode."""
     return HILORE_PLANNED.get(method.partition("+")[0])
+
+
+def needs_paper_engine(method: str) -> bool:
+    """Whether the method is another engine's: all others plan, measure and replay with what mode paper has not."""
+    return planned_mode(method) is Mode.PAPER
 
 
 def letter(treatment: Treatment) -> str:

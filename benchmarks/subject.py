@@ -177,8 +177,14 @@ def one_rank_environment() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def engine_for(model: nn.Module, budget: str, stage: int = 0, max_gradient_error: float = 0.0) -> Any:
-    """A one-rank hilore engine with learning rate 0: the optimizer steps, the parameters stay.
+#: Mode paper in models of any size: tensors of 32 MiB, and bfloat16, are for the large ones on a GPU.
+PAPER = {"mode": "paper", "paper": {"least_tensor_bytes": 0, "dtypes": ["bfloat16", "float32"]}}
+
+
+def engine_for(
+    model: nn.Module, budget: str, stage: int = 0, max_gradient_error: float = 0.0, paper: bool = False
+) -> Any:
+    """A one-rank hilore engine with learning rate 0: the optimizer steps, the parameters stay. `paper`: in that mode.
 
     The optimizer is torch's fused one, which needs no memory of its own while it steps: else its temporaries, not the
     update, would set the peak of every method alike.
@@ -200,6 +206,7 @@ def engine_for(model: nn.Module, budget: str, stage: int = 0, max_gradient_error
             "memory_budget": budget,
             "max_gradient_error": max_gradient_error,
             "profile": {"calibration_microbatches": CALIBRATION, "audit_interval": 0},
+            **(PAPER if paper else {}),
         },
     }
     engine, *_ = ds_hilore.initialize(model=model, model_parameters=trainable, config=config)

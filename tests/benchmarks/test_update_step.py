@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from benchmarks.bench import Bench, relative_error
-from benchmarks.measure import PeakReport, TimeReport, budget_bytes
+from benchmarks.measure import PeakReport, Spec, TimeReport, budget_bytes
 from benchmarks.methods import LOSSY, METHODS, NONE, TORCH, actions, kept_layers, plainest, planned_mode
 from benchmarks.records import Case, Peak, table
 from benchmarks.selective import POLICIES
-from benchmarks.update_step import counted_share, records
+from benchmarks.update_step import apart, counted_share, records
 from ds_hilore.core.config import Mode
 from tests import models
 
@@ -54,6 +54,14 @@ PEAKS = PeakReport(
     CASES,
     {case.key: Peak(1000 + 500 * (case.method == "none"), 600, None, TIMES.plans[case.key]) for case in CASES},
 )
+
+
+def test_the_paper_has_an_engine_of_its_own() -> None:
+    spec = Spec("quick", False, "chunked", None, None, None, 0.01, 1, ("torch", "hilore_paper", "hilore_exact"), (), 1)
+    ours, papers = apart(spec)
+    assert ours.methods == ("torch", "hilore_exact") and not ours.paper and ours.error == 0
+    assert papers.methods == ("hilore_paper",) and papers.paper and papers.error == 0.01
+    assert apart(ours) == [ours] and apart(papers) == [papers]
 
 
 @pytest.mark.parametrize(
