@@ -116,23 +116,34 @@ def predict(engine: Any, causal: Any, tokens: int, level: int) -> tuple[int, str
     from ds_hilore.integration.architecture import read_model
     from ds_hilore.integration.zero_facts import facts_of
     from ds_hilore.memory.arithmetic import zero_account
+    from ds_hilore.memory.reduction import growing_gradients, own_gradients
+    from ds_hilore.memory.zero import ZeroFacts
     from ds_hilore.objective.head import CHUNK_BYTES
-    from ds_hilore.profiling.cost_model import DeviceSpeed, head_costs, layer_costs
-    from ds_hilore.profiling.job import Job, Layer
+    from ds_hilore.profiling.cost_model import DeviceSpeed, LayerCosts, head_costs, layer_costs
+    from ds_hilore.profiling.job import Job, Layer, Outcome
 
     facts, shape = facts_of(engine), Shape(2, tokens)
-    gradients = facts.growing_gradients()
     chunk = min(CHUNK_BYTES // (4 * VOCABULARY), shape.tokens)
     geometry = read_model(causal, Trained(chunk_tokens=chunk, gated_function=True))
     paths = [path for path, _ in engine.hilore.parts.unit_names.values()]
     costs = [layer_costs(layer) for layer in geometry.layers]
+
+    def outcome(facts: ZeroFacts, costs: list[LayerCosts]) -> Outcome:
+        growing, modules = growing_gradients(facts), facts.modules()
+        layers = [
+            Layer(UnitId(path), path, cost, cost, growing.get(path, 0), own_gradients(modules[path]))
+            for path, cost in zip(paths, costs, strict=True)
+        ]
+        account = zero_account(facts).at_level(level)
+        speed = DeviceSpeed(1e11, 1e10)  # seconds do not matter here
+        return Job(tuple(layers), head_costs(geometry.head), account, shape, speed).replayed
+
+    found = [outcome(facts, costs)]
     if not facts.stepped:  # the first replay of a class is made a second time, to prove what is dead
-        costs = [replace(c, gradient_bytes=c.replayed_bytes + c.gradient_bytes) for c in costs]
-    layers = [Layer(UnitId(path), path, c, c, gradients.get(path, 0)) for path, c in zip(paths, costs, strict=True)]
-    account = zero_account(facts).at_level(level)
-    speed = DeviceSpeed(1e11, 1e10)  # seconds do not matter here
-    outcome = Job(tuple(layers), head_costs(geometry.head), account, shape, speed).replayed
-    return outcome.peak_bytes, outcome.fullest
+        proving = [replace(c, gradient_bytes=c.replayed_bytes + c.gradient_bytes) for c in costs]
+        found.append(outcome(replace(facts, accumulation=1), proving))
+    fullest = max(found, key=lambda one: one.peak_bytes)
+    return fullest.peak_bytes, fullest.fullest
 
 
 def _engine(setting: Setting) -> tuple[Any, Any]:

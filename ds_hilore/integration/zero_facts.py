@@ -165,6 +165,7 @@ def _parameters(engine: Any) -> tuple[Parameter, ...]:
                 element_bytes=(p if stored is None else stored).element_size(),
                 module=home if leaf is None else names[leaf],
                 leaf=leaf is not None,
+                unit=leaf is not None or id(p) in homes,
                 group=groups.get(id(p), 0),
             )
         )
@@ -183,6 +184,7 @@ def _planned_parameters(
             element_bytes=element_bytes or p.element_size(),
             module=homes.get(id(p), name.rpartition(".")[0]),
             leaf=leaf and id(p) in homes,
+            unit=id(p) in homes,
         )
         for name, p in model.named_parameters()
     )

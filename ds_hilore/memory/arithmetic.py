@@ -12,12 +12,19 @@ from collections.abc import Callable, Iterator
 from ds_hilore.core.types import Place
 from ds_hilore.memory.gathering import gathered_bytes
 from ds_hilore.memory.ledger import ALWAYS, Account, Entry, Item, Moment
+from ds_hilore.memory.reduction import (
+    NORM_BYTES,
+    behind_units,
+    compact,
+    gradient_phases,
+    masters_written_before,
+    own_gradients,
+    written_before,
+)
 from ds_hilore.memory.zero import FlatGroup, Parameter, Scheme, ZeroFacts, flat_groups
 
 #: Elements that the engine reduces at once without ZeRO (engine.py: MEMORY_OPT_ALLREDUCE_SIZE).
 _REDUCED_AT_ONCE = 500_000_000
-#: Norms of gradients are taken in float64, one tensor after the other (base_optimizer: get_norm_dtype).
-_NORM_BYTES = 8
 
 _BACKWARD = frozenset({Moment.BACKWARD})
 _REDUCE = frozenset({Moment.REDUCE})
@@ -59,8 +66,24 @@ def _state(f: ZeroFacts, numel: int, from_start: bool = False) -> Entry:
 
 
 def _lasting(f: ZeroFacts) -> frozenset[Moment]:
-    """Moments of a buffer that exists from the start and is first written to in a backward."""
-    return ALWAYS if f.stepped or not f.lazy_pages else _FROM_BACKWARD
+    """Moments of a buffer that exists from the start and is first written to in a backward; what that backward writes
+    itself is in `_passing`."""
+    if f.stepped or not f.lazy_pages:
+        return ALWAYS
+    return _AFTER_REST if written_before(f) else _STEP
+
+
+def _lasting_masters(f: ZeroFacts) -> frozenset[Moment]:
+    """The same for gradients of masters, which only an update's last backward writes to."""
+    return ALWAYS if masters_written_before(f) else _STEP
+
+
+def _until_reduced(f: ZeroFacts, held: int, after: frozenset[Moment]) -> Iterator[Entry]:
+    """Whole gradients of the model, and moments at which they are there but for the backward of units."""
+    modules = f.modules()
+    late = 0 if f.accumulation > 1 else sum(own_gradients(modules[name]) for name in behind_units(f))
+    yield Entry(Item.GRADIENTS, held - late, moments=_carried(f) | _BACKWARD)
+    yield Entry(Item.GRADIENTS, held, moments=after)
 
 
 def _carried(f: ZeroFacts) -> frozenset[Moment]:
@@ -121,7 +144,7 @@ def _torch(f: ZeroFacts) -> Iterator[Entry]:
     gradients = _bytes(trainable)
     yield Entry(Item.TRAINABLE, gradients)
     yield _state(f, _numel(trainable))
-    yield Entry(Item.GRADIENTS, gradients, moments=_carried(f) | _FROM_BACKWARD)
+    yield from _until_reduced(f, gradients, _REDUCE | _STEP)
     yield from _allreduce(f, numels, trainable[0].element_bytes if trainable else 0)
     yield Entry(Item.OPTIMIZER_STEP, _temporaries(f, numels), moments=_STEP)
 
@@ -133,7 +156,7 @@ def _half(f: ZeroFacts) -> Iterator[Entry]:
     yield Entry(Item.TRAINABLE, gradients)
     yield Entry(Item.MASTER, widened)
     yield _state(f, _numel(trainable), from_start=True)
-    yield Entry(Item.GRADIENTS, gradients, moments=_carried(f) | _BACKWARD | _REDUCE)
+    yield from _until_reduced(f, gradients, _REDUCE)
     yield from _allreduce(f, numels, trainable[0].element_bytes if trainable else 0)
     if f.fused:  # widened one by one, then flattened, then the gradients go
         stepped = [_numel(group) for group in f.groups]
@@ -161,7 +184,8 @@ def _bf16(f: ZeroFacts) -> Iterator[Entry]:
     yield Entry(Item.TRAINABLE, sum(g.numel * _element_bytes(g.parameters) for g in groups))
     yield Entry(Item.MASTER, partition * f.master_bytes)
     yield _state(f, partition)
-    yield Entry(Item.MASTER_GRADIENTS, flat * f.accumulation_bytes, moments=_lasting(f))
+    there = ALWAYS if written_before(f) else _FROM_BACKWARD
+    yield Entry(Item.MASTER_GRADIENTS, flat * f.accumulation_bytes, moments=there)
     yield Entry(Item.GRADIENTS, low, moments=_carried(f) | _FROM_BACKWARD)
     converted = max((g.numel for g in groups), default=0) if f.communication_bytes != f.accumulation_bytes else 0
     passing = max(largest * f.accumulation_bytes, converted * f.communication_bytes)
@@ -181,7 +205,7 @@ def _partitioned(f: ZeroFacts) -> Iterator[Entry]:
     yield Entry(Item.MASTER, partition * f.master_bytes, f.state_place)
     yield _state(f, partition)
     if f.offload_optimizer:
-        yield Entry(Item.MASTER_GRADIENTS, partition * f.master_bytes, Place.HOST, _lasting(f))
+        yield Entry(Item.MASTER_GRADIENTS, partition * f.master_bytes, Place.HOST, _lasting_masters(f))
         yield from _staging(f, groups, partition)
     yield from (_gradients_of_stage_1 if f.stage == 1 else _gradients_of_stage_2)(f, groups)
     temporaries = _temporaries(f, [max((g.partition for g in groups), default=0)])
@@ -194,7 +218,7 @@ def _partitioned(f: ZeroFacts) -> Iterator[Entry]:
 def _staging(f: ZeroFacts, groups: tuple[FlatGroup, ...], partition: int) -> Iterator[Entry]:
     """Source: DeepSpeedZeroOptimizer.__init__, async_accumulate_grad_in_cpu_via_gpu."""
     element, largest = _element_bytes(f.trainable), max((p.numel for p in f.trainable), default=0)
-    accumulates = f.stage == 2 and f.accumulation > 1 and not _compact(f)
+    accumulates = f.stage == 2 and f.accumulation > 1 and not compact(f)
     yield Entry(Item.STAGING, partition * element, Place.HOST)
     if not f.lazy_pages:
         yield Entry(Item.STAGING, largest * element, Place.HOST)
@@ -205,55 +229,55 @@ def _staging(f: ZeroFacts, groups: tuple[FlatGroup, ...], partition: int) -> Ite
         yield Entry(Item.STAGING, held, Place.HOST, ALWAYS if f.stepped else _AFTER_REST)
 
 
-def _compact(f: ZeroFacts) -> bool:
-    """Reduced gradients go straight into an fp32 partition."""
-    return f.accumulation_bytes == 4 and _element_bytes(f.trainable) != 4
-
-
 def _owned(f: ZeroFacts, groups: tuple[FlatGroup, ...]) -> int:
     """Bytes of reduced gradients of one backward: whole gradients of all that reaches into the partition."""
-    if _compact(f):
+    if compact(f):
         return sum(g.partition for g in groups) * f.accumulation_bytes
     return sum(_bytes(g.members) for g in groups)
 
 
 def _gradients_of_stage_2(f: ZeroFacts, groups: tuple[FlatGroup, ...]) -> Iterator[Entry]:
-    """Source: reduce_independent_p_g_buckets_and_remove_grads, copy_grads_in_partition, average_tensor."""
-    element = _element_bytes(f.trainable)
-    passing = _BACKWARD | _REDUCE
-    if f.contiguous_gradients or f.offload_optimizer:
-        yield Entry(Item.BUCKETS, _buffers(f) * _written(f, _numel(f.trainable)) * element, moments=passing)
-        largest = max((p.numel for p in f.trainable), default=0)
-        yield Entry(Item.GRADIENTS, largest * element, moments=passing)
-    else:
-        yield Entry(Item.GRADIENTS, min(_bytes(f.trainable), f.reduce_bucket * element), moments=passing)
-    copy = _filling(f) * element if f.reduce_scatter or not f.contiguous_gradients else 0
-    converted = _filling(f) * f.communication_bytes if f.communication_bytes != element else 0
-    yield Entry(Item.REDUCED, copy + converted, moments=passing)
-    if f.offload_optimizer and not _compact(f):
-        return
-    owned = _owned(f, groups)
-    yield Entry(Item.PARTITION, owned, moments=_carried(f) | passing)
-    if f.accumulation > 1 and not _compact(f):  # added to the earlier ones when the backward is over
-        yield Entry(Item.PARTITION, owned, moments=passing)
+    if f.accumulation > 1 and not (f.offload_optimizer and not compact(f)):
+        yield Entry(Item.PARTITION, _owned(f, groups), moments=_carried(f) | _BACKWARD | _REDUCE)
+    yield from _passing(f)
+
+
+def _passing(f: ZeroFacts) -> Iterator[Entry]:
+    """Stages 2 and 3: gradients on their way (reduction.py), at the fullest instant of units' backward and after it."""
+    phases, later = gradient_phases(f), behind_units(f) | {None}
+    for moments, chosen in (
+        (_BACKWARD, [phase for phase in phases if phase.module not in later]),
+        (_REDUCE, [phase for phase in phases if phase.module in later]),
+    ):
+        fullest = max(chosen, key=lambda phase: phase.bytes, default=None)
+        for item, count in (fullest.fullest if fullest is not None else {}).items():
+            place = Place.HOST if f.offload_optimizer and item in _OFFLOADED else Place.DEVICE
+            yield Entry(item, count, place, moments)
+
+
+#: What is on the host together with the optimizer's state; ZeRO-2's partition is on the device all the same.
+_OFFLOADED = (Item.MASTER_GRADIENTS,)
 
 
 def _gradients_of_stage_1(f: ZeroFacts, groups: tuple[FlatGroup, ...]) -> Iterator[Entry]:
     """Source: reduce_gradients. Whole gradients until the last microbatch, then bucket after bucket."""
     element = _element_bytes(f.trainable)
     gradients = _numel(f.trainable) * element
-    if _compact(f):  # grad_accum: fp32 in place of .grad
+    if compact(f):  # grad_accum: fp32 in place of .grad
         gradients = _numel(f.trainable) * f.accumulation_bytes
         element = f.accumulation_bytes
-    yield Entry(Item.GRADIENTS, gradients, moments=_carried(f) | _BACKWARD)
+    yield from _until_reduced(f, gradients, frozenset())
     bucket = 0
     if f.contiguous_gradients or f.offload_optimizer:
         bucket = _buffers(f) * _written(f, _numel(f.trainable)) * element
         # Made at the first gradient, given back when the update's last backward has been reduced.
         moments = _REDUCE if f.lazy_pages else _carried(f) | _BACKWARD | _REDUCE
         yield Entry(Item.BUCKETS, bucket, moments=moments)
-    owned = 0 if f.offload_optimizer and not _compact(f) else _owned(f, groups)
+    owned = 0 if f.offload_optimizer and not compact(f) else _owned(f, groups)
     yield Entry(Item.PARTITION, owned, moments=_REDUCE)
+    if f.offload_optimizer and not masters_written_before(f):
+        owned = sum(g.partition for g in groups) * f.master_bytes
+        yield Entry(Item.MASTER_GRADIENTS, owned, Place.HOST, _REDUCE)
     besides = _reduce_peak(f, element, owned) - owned - (bucket if f.lazy_pages else 0)
     yield Entry(Item.REDUCED, max(0, besides), moments=_REDUCE)
 
@@ -285,19 +309,19 @@ def _step_peak(f: ZeroFacts, groups: tuple[FlatGroup, ...]) -> int:
 
     Source: DeepSpeedZeroOptimizer.step, scaled_global_norm. State made in a first step is in a line of its own.
     """
-    element, compact = _element_bytes(f.trainable), _compact(f)
+    element, straight = _element_bytes(f.trainable), compact(f)
 
     def gradients(group: FlatGroup) -> int:
-        if compact or not group.members:
+        if straight or not group.members:
             return group.partition * f.accumulation_bytes
         return _bytes(group.members) + group.padding * f.accumulation_bytes
 
     held = sum(gradients(group) for group in groups)
-    peak = held + max((p.numel for g in groups for p in g.members), default=0) * _NORM_BYTES
+    peak = held + max((p.numel for g in groups for p in g.members), default=0) * NORM_BYTES
     state = 0
     for group in groups:
-        flattened = 0 if compact else group.partition * element
-        single = 0 if (element if not compact else 4) == f.master_bytes else group.partition * f.master_bytes
+        flattened = 0 if straight else group.partition * element
+        single = 0 if (element if not straight else 4) == f.master_bytes else group.partition * f.master_bytes
         peak = max(peak, held + state + flattened + single)
         held -= gradients(group)
         state += _first_state(f, group.partition)
@@ -315,11 +339,13 @@ def _sharded(f: ZeroFacts) -> Iterator[Entry]:
     yield Entry(Item.TRAINABLE, shards * element, f.parameter_place)
     yield Entry(Item.MASTER, shards * f.master_bytes, f.state_place)
     yield _state(f, shards)
-    yield Entry(Item.PARTITION, shards * f.accumulation_bytes, f.state_place, _lasting(f))
+    yield Entry(Item.PARTITION, shards * f.accumulation_bytes, f.state_place)  # of zeros, from the start
     if f.offload_optimizer:
-        yield Entry(Item.MASTER_GRADIENTS, shards * f.master_bytes, Place.HOST, _lasting(f))
+        yield Entry(Item.MASTER_GRADIENTS, shards * f.master_bytes, Place.HOST, _lasting_masters(f))
     yield from _gathered(f)
-    yield from _gradients_of_stage_3(f, element)
+    if f.contiguous_gradients:
+        yield Entry(Item.BUCKETS, _written(f, _numel(f.trainable)) * f.communication_bytes, moments=_lasting(f))
+    yield from _passing(f)
     yield _step_of_stage_3(f)
 
 
@@ -332,20 +358,6 @@ def _gathered(f: ZeroFacts) -> Iterator[Entry]:
     yield Entry(Item.GATHERING, found.forward_with_copies - found.forward, moments=frozenset({Moment.FORWARD}))
     yield Entry(Item.GATHERED, found.backward, moments=_BACKWARD)
     yield Entry(Item.GATHERING, found.backward_with_copies - found.backward, moments=_BACKWARD)
-
-
-def _gradients_of_stage_3(f: ZeroFacts, element: int) -> Iterator[Entry]:
-    """Source: __add_grad_to_ipg_bucket, reduce_scatter_coalesced. The gradients of a unit are handed over together
-    (NOTE [Schedule rules] of integration/zero3.py)."""
-    passing = _BACKWARD | _REDUCE
-    if f.contiguous_gradients:
-        held = _written(f, _numel(f.trainable)) * f.communication_bytes
-        yield Entry(Item.BUCKETS, held, moments=_lasting(f))
-    of_units = [sum(p.numel for p in module if p.trainable) for module in f.modules().values()]
-    # A unit's wait for the begin of the next backward, and those of the modules between them come meanwhile.
-    yield Entry(Item.GRADIENTS, sum(sorted(of_units)[-2:]) * element, moments=passing)
-    converted = _filling(f) * f.communication_bytes if f.communication_bytes != element else 0
-    yield Entry(Item.REDUCED, _filling(f) * f.communication_bytes + converted, moments=passing)
 
 
 def _step_of_stage_3(f: ZeroFacts) -> Entry:

@@ -33,11 +33,24 @@ def gathered_bytes(facts: ZeroFacts) -> Gathered:
 
 
 @dataclass
+class _Group:
+    """Parameters that were fetched together. `unused`: how many of them no module has asked for since."""
+
+    parameters: list[Parameter]
+    unused: int
+    arrived: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(p.bytes for p in self.parameters)
+
+
+@dataclass
 class _Walk:
     """State while following one microbatch.
 
-    A flat buffer of several parameters is freed when they have been copied out of it; that of a single one becomes the
-    parameter itself.
+    A flat buffer of several parameters is copied out when the first of them is used, and freed when the last of them
+    is: each holds the handle until then. That of a single one becomes the parameter itself.
     """
 
     facts: ZeroFacts
@@ -46,7 +59,7 @@ class _Walk:
     queue: list[Parameter] = field(default_factory=list)  # parameters in the order of their use
     position: int = 0  # in the queue; what is before it has been fetched
     whole: dict[int, int] = field(default_factory=dict)  # id -> bytes
-    in_flight: dict[int, list[Parameter]] = field(default_factory=dict)  # id -> parameters fetched with it
+    in_flight: dict[int, _Group] = field(default_factory=dict)  # by id of a parameter that was not used since
     whole_bytes: int = 0
     flat: int = 0
     highest: int = 0
@@ -84,17 +97,17 @@ class _Walk:
 
     def _submit(self, parameters: Sequence[Parameter]) -> None:
         missing = [p for p in parameters if self._is_missing(p)]
-        for p in missing:
-            self.in_flight[id(p)] = missing
-        self.flat += sum(p.bytes for p in missing)
+        group = _Group(missing, unused=len(missing))
+        self.in_flight.update((id(p), group) for p in missing)
+        self.flat += group.bytes
         self._note()
 
     def _fetch(self, module: tuple[Parameter, ...]) -> None:
         self._submit(module)
         for p in module:
-            group = self.in_flight.get(id(p))
+            group = self.in_flight.pop(id(p), None)
             if group is not None:
-                self._arrive(group)
+                self._use(group)
 
     def _fetch_ahead(self) -> None:
         """Takes what comes next until it is enough; what is there already counts for nothing."""
@@ -110,17 +123,19 @@ class _Walk:
                 numel += p.numel
         self._submit(list(ahead.values()))
 
-    def _arrive(self, group: list[Parameter]) -> None:
-        size = sum(p.bytes for p in group)
-        self.whole.update((id(p), p.bytes) for p in group)
-        self.whole_bytes += size
-        if len(group) == 1:
-            self.flat -= size
-        self._note()
-        if len(group) > 1:
-            self.flat -= size
-        for p in group:
-            del self.in_flight[id(p)]
+    def _use(self, group: _Group) -> None:
+        """Of one of the parameters of a group."""
+        alone = len(group.parameters) == 1
+        if not group.arrived:
+            group.arrived = True
+            self.whole.update((id(p), p.bytes) for p in group.parameters)
+            self.whole_bytes += group.bytes
+            if alone:
+                self.flat -= group.bytes
+            self._note()
+        group.unused -= 1
+        if not group.unused and not alone:
+            self.flat -= group.bytes
 
     def _release(self, order: list[int], step: int) -> None:
         """Source: PartitionedParameterCoordinator.__params_to_release.

@@ -38,6 +38,7 @@ class Parameter:
         element_bytes: of its dtype.
         module: the recovery unit it lies in, else its own module. What ZeRO-3 gathers it with.
         leaf: that module is a ZeRO-3 leaf, as recovery units are under ZeRO-3.
+        unit: that module is a recovery unit.
         group: parameter group of the optimizer.
     """
 
@@ -47,6 +48,7 @@ class Parameter:
     module: str = ""
     leaf: bool = False
     group: int = 0
+    unit: bool = False
 
     @property
     def bytes(self) -> int:
@@ -178,13 +180,6 @@ class ZeroFacts:
                 found.append(p)
                 total += p.numel
         return tuple(found)
-
-    def growing_gradients(self) -> dict[str, int]:
-        """Bytes by module of gradients that appear with its backward and stay until all are there: not reduced on the
-        way (stages 0 and 1), and not there from an earlier microbatch. Empty where there are none such."""
-        if self.stage > 1 or self.accumulation > 1:
-            return {}
-        return {name: sum(p.bytes for p in of if p.trainable) for name, of in self.modules().items()}
 
     def modules(self) -> dict[str, tuple[Parameter, ...]]:
         """Parameters by what is gathered at once, in the model's order."""

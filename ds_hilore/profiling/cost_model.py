@@ -76,6 +76,7 @@ class LayerCosts:
         torch_bytes: saved state beyond the inputs, as torch saves it.
         base_bytes: the same without what can be derived; what storing adds.
         replayed_bytes: what a replay brings back: the state, held by cheap recipes only (design fact 13).
+        forward_bytes: the most that running the layer needs at once, where nothing is saved; its input aside.
         gradient_bytes: the widest gradients of the unit's backward, stored or replayed.
         kept_bytes: what the attention kernel gave and a replay can be handed; 0 where there is no such kernel.
         replay: with early stop and without dead work. `replay_with_dead`: with early stop only.
@@ -87,6 +88,7 @@ class LayerCosts:
     torch_bytes: Rate
     base_bytes: Rate
     replayed_bytes: Rate
+    forward_bytes: Rate
     gradient_bytes: Rate
     kept_bytes: Rate
     forward: Work
@@ -124,6 +126,7 @@ def layer_costs(layer: LayerGeometry) -> LayerCosts:
         torch_bytes=state,
         base_bytes=base,
         replayed_bytes=lean,
+        forward_bytes=_running(layer),
         gradient_bytes=_gradients(layer),
         kept_bytes=total(t for t in tensors if t.name in _KERNEL_OUTPUTS),
         forward=Work(forward, twice),
@@ -188,6 +191,19 @@ def score_flops(layer: LayerGeometry) -> Rate:
 def _last_is_needed(layer: LayerGeometry) -> bool:
     """Whether something saved descends from the output of the last projection."""
     return layer.post_norms or layer.experts is not None
+
+
+def _running(layer: LayerGeometry) -> Rate:
+    """What lives at the MLP's product: what goes into it, it, adapters' middle values, and four of the hidden size (the
+    MLP's input, the residual, and what the attention block still holds)."""
+    experts, lora = layer.experts, layer.adapters
+    width, copies = layer.intermediate, 3 if layer.gated else 2
+    hidden = 4
+    if experts is not None:
+        width, hidden = experts.per_token * experts.width + experts.shared_width, hidden + experts.per_token
+    middles = 0 if lora is None else lora.gate + lora.up + lora.down
+    size = 0 if lora is None else lora.value_bytes
+    return Rate(per_token=float((copies * width + hidden * layer.hidden) * layer.value_bytes + middles * size))
 
 
 def _gradients(layer: LayerGeometry) -> Rate:
@@ -256,17 +272,15 @@ def analytic_profile(
     """A unit as the planner sees it, from the cost model alone: for plans without a run."""
     inputs, state = whole(costs.input_bytes.of(shape)), whole(costs.base_bytes.of(shape))
     gradients, replayed = whole(costs.gradient_bytes.of(shape)), whole(costs.replayed_bytes.of(shape))
-    kept = whole(costs.kept_bytes.of(shape))
+    kept, running = whole(costs.kept_bytes.of(shape)), whole(costs.forward_bytes.of(shape))
     saved = speed.seconds(costs.replay).of(shape) - speed.seconds(costs.derive).of(shape)
     variants = [
-        Variant(RECOMPUTE, Action.RECOMPUTE, inputs, workspace_bytes=replayed + gradients),
-        Variant(STORE, Action.STORE, inputs + state, workspace_bytes=gradients, saved_seconds=saved),
+        Variant(RECOMPUTE, Action.RECOMPUTE, inputs, replayed + gradients, running),
+        Variant(STORE, Action.STORE, inputs + state, gradients, max(0, running - state), saved_seconds=saved),
     ]
     if kept:
         rest, kernel_s = max(0, replayed - kept) + gradients, speed.seconds(costs.attention).of(shape)
-        variants.append(
-            Variant(_KEEPING.name, Action.RECOMPUTE, inputs + kept, workspace_bytes=rest, saved_seconds=kernel_s)
-        )
+        variants.append(Variant(_KEEPING.name, Action.RECOMPUTE, inputs + kept, rest, running, saved_seconds=kernel_s))
     return UnitProfile(unit, unit_class, tuple(variants), grad_bytes)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,13 +31,19 @@ _UNLIMITED = 2**62
 
 @dataclass(frozen=True)
 class Layer:
-    """One unit. `costs`: of it as a unit of ours; `plain`: under torch alone. `grad_bytes`: as in `UnitProfile`."""
+    """One unit. `costs`: of it as a unit of ours; `plain`: under torch alone.
+
+    Args:
+        grad_bytes: what stays of its gradients once its backward has run (memory/reduction.py: growing_gradients).
+        own_grad_bytes: its gradients themselves. They come as its state goes: the later of them find it gone.
+    """
 
     unit: UnitId
     unit_class: str
     costs: LayerCosts
     plain: LayerCosts
     grad_bytes: int = 0
+    own_grad_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,20 +153,28 @@ class Job:
 
     @cached_property
     def _units(self) -> tuple[UnitProfile, ...]:
-        return tuple(
-            analytic_profile(one.unit, one.unit_class, one.costs, self.shape, self.speed, one.grad_bytes)
-            for one in self.layers
-        )
+        found = []
+        for one, stays in zip(self.layers, self._staying):
+            profile = analytic_profile(one.unit, one.unit_class, one.costs, self.shape, self.speed, stays)
+            found.append(_with_own(profile, one))
+        return tuple(found)
+
+    @property
+    def _staying(self) -> list[int]:
+        """Gradients that stay, by unit: those of the one whose backward ran before. A unit's own come while its state
+        goes, and are there at its fullest moment only where they are more than that."""
+        return [later.grad_bytes for later in self.layers[1:]] + [0]
 
     @cached_property
     def _torch_units(self) -> tuple[UnitProfile, ...]:
         found = []
-        for one in self.layers:
+        for one, stays in zip(self.layers, self._staying):
             inputs, state = self._bytes(one.plain.input_bytes), self._bytes(one.plain.torch_bytes)
             gradients = self._bytes(one.plain.gradient_bytes)
-            replayed = Variant(RECOMPUTE, Action.RECOMPUTE, inputs, workspace_bytes=state + gradients)
-            stored = Variant(STORE, Action.STORE, inputs + state, workspace_bytes=gradients)
-            found.append(UnitProfile(one.unit, one.unit_class, (replayed, stored), one.grad_bytes))
+            running = self._bytes(one.plain.forward_bytes)
+            replayed = Variant(RECOMPUTE, Action.RECOMPUTE, inputs, state + gradients, running)
+            stored = Variant(STORE, Action.STORE, inputs + state, gradients, max(0, running - state))
+            found.append(_with_own(UnitProfile(one.unit, one.unit_class, (replayed, stored), stays), one))
         return tuple(found)
 
     @cached_property
@@ -171,7 +185,7 @@ class Job:
         return whole(rate.of(self.shape))
 
     def _problem(self, units: tuple[UnitProfile, ...], budget_bytes: int) -> Problem:
-        forward, loss, backward = self.account.planning_bases(sum(unit.grad_bytes for unit in units))
+        forward, loss, backward = self.account.planning_bases(sum(one.grad_bytes for one in self.layers))
         return Problem(units, budget_bytes, forward, loss + self._loss_bytes, backward)
 
     def _peak(self, rows: Evaluation) -> tuple[int, str]:
@@ -203,3 +217,10 @@ class Job:
         most = sum(self._seconds(one.plain.replay_with_dead) for one in self.layers)
         share = (most - extra_s) / most if most > 0 else 0.0
         return Outcome(peak, fullest, self.accumulation * (self._common_seconds + extra_s), share, dict(names))
+
+
+def _with_own(profile: UnitProfile, layer: Layer) -> UnitProfile:
+    """The workspace of a unit's backward is at least its own gradients."""
+    own = layer.own_grad_bytes
+    variants = [replace(v, workspace_bytes=max(v.workspace_bytes, own)) for v in profile.variants]
+    return replace(profile, variants=tuple(variants))

@@ -44,7 +44,7 @@ def test_there_is_one_for_each_model() -> None:
 def test_steps_and_sum_are_what_they_say_and_what_the_plan_says(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each step to the last digit shown; the sum within 2 % of the plan's peak of checkpointing (10 % are promised)."""
+    """Each step to the last digit shown; the sum within 5 % of the plan's peak of checkpointing (10 % are promised)."""
     options, steps, total = arithmetic()[name]
     assert all(f"{value(expression) / 1e9:.2f}" == shown for expression, shown in steps)
     by_hand = sum(value(expression) for expression, _ in steps)
@@ -55,5 +55,5 @@ def test_steps_and_sum_are_what_they_say_and_what_the_plan_says(
     command += ["--tokens", str(SEGMENTS), str(LENGTH), "--world", str(RANKS), "--json", "--device", "H200", *options]
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["checkpointing"]["peak_bytes"] == pytest.approx(by_hand, rel=0.02)
+    assert found["checkpointing"]["peak_bytes"] == pytest.approx(by_hand, rel=0.05)
     assert found["own"]["outcome"]["peak_bytes"] <= found["own"]["budget_bytes"]

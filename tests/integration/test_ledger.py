@@ -20,6 +20,8 @@ from ds_hilore.integration.ledger import account_of
 from ds_hilore.integration.zero_facts import facts_of, facts_of_config
 from ds_hilore.memory.arithmetic import zero_account
 from ds_hilore.memory.ledger import Account, Item, Moment
+from ds_hilore.memory.reduction import gradient_phases
+from ds_hilore.memory.zero import ZeroFacts
 from tests.engines import config, engine
 from tests.integration import updates
 from tests.models import batch, decoder_layers, llama, lora, plain_loss
@@ -85,6 +87,20 @@ def watched(made: Any, seen: dict[str, Counter[str]]) -> Iterator[None]:
         handle.remove()
 
 
+def most_in_backward(account: Account, facts: ZeroFacts) -> Counter[str]:
+    """The most of each passing item: lines of the account are those of one instant, the fullest."""
+    most = Counter(sizes(account, PASSING, Moment.BACKWARD)) | Counter(sizes(account, PASSING, Moment.REDUCE))
+    passing: Counter[Item] = Counter()
+    for phase in gradient_phases(facts):
+        passing |= phase.highest
+    there = sizes(account, PASSING, Moment.FORWARD)
+    for item in PASSING:
+        name = f"{item.value} @ {Place.DEVICE.value}"
+        if passing[item]:
+            most[name] = max(most[name], passing[item] + there.get(name, 0))
+    return +most
+
+
 def accounts(
     stage: int, zero: dict[str, Any], adapters: bool = True, accumulation: int = 1, half: dict[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -118,12 +134,14 @@ def accounts(
     seen: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     with watched(made, seen):
         made.backward(plain_loss(made, *batch(seed=accumulation - 1)))
+    most = most_in_backward(later, replace(facts_of(made), lazy_pages=False))
     # Under ZeRO-2 the new gradients stand beside the accumulated ones only until they are added.
-    moment = Moment.FORWARD if stage == 2 and accumulation > 1 else Moment.REDUCE
-    found["reduced"] = sizes(later, (Item.PARTITION,), moment), sizes(account_of(made), (Item.PARTITION,))
+    kept = sizes(later, (Item.PARTITION,), Moment.FORWARD if stage == 2 and accumulation > 1 else Moment.REDUCE)
+    if stage == 2 and accumulation == 1:
+        kept = {name: count for name, count in most.items() if name.startswith(Item.PARTITION.value)}
+    found["reduced"] = kept, sizes(account_of(made), (Item.PARTITION,))
     found["forward"] = sizes(later, PASSING, Moment.FORWARD), dict(seen["forward"])
-    both = Counter(sizes(later, PASSING, Moment.BACKWARD)) | Counter(sizes(later, PASSING, Moment.REDUCE))
-    found["backward"] = dict(both), dict(seen["backward"])
+    found["backward"] = dict(most), dict(seen["backward"])
     return found
 
 

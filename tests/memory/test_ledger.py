@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from ds_hilore.memory.arithmetic import zero_account
 from ds_hilore.memory.gathering import gathered_bytes
 from ds_hilore.memory.ledger import ALWAYS, Account, Entry, Item, Moment, workload
 from ds_hilore.memory.prize import Prize
+from ds_hilore.memory.reduction import gradient_phases, growing_gradients
 from ds_hilore.memory.zero import FlatGroup, OptimizerFacts, Parameter, Scheme, ZeroFacts
 
 BASE = Parameter(1000, trainable=False, module="layer")
@@ -51,9 +53,81 @@ def test_a_microbatch_and_the_planners_rows() -> None:
 
 def test_gradients_that_grow_with_the_backward() -> None:
     for stage in (0, 1):
-        assert facts(stage).growing_gradients() == {"layer": 40}
-        assert facts(stage, accumulation=2).growing_gradients() == {}
-    assert facts(2).growing_gradients() == facts(3).growing_gradients() == {}
+        assert growing_gradients(facts(stage)) == {"layer": 40}
+        assert growing_gradients(facts(stage, accumulation=2)) == {}
+    assert growing_gradients(facts(3)) == {}, "the bucket is there from the start"
+    assert growing_gradients(facts(2)) == {"layer": 40}, "a gradient larger than the bucket waits for its end"
+    assert growing_gradients(facts(2, reduce_bucket=100)) == {"layer": 40}, "and is there twice while it is copied"
+    assert growing_gradients(facts(2, reduce_bucket=100, lazy_pages=True)) == {"layer": 80}
+
+
+UNITS = tuple(Parameter(10, module=f"layer {i}", unit=True) for i in range(4))
+
+
+def phases(stage: int, *parameters: Parameter, **settings: Any) -> dict[str | None, Counter[Item]]:
+    return {p.module: p.fullest for p in gradient_phases(facts(stage, *parameters, lazy_pages=True, **settings))}
+
+
+def test_one_bucket_is_sent_when_the_backward_is_over() -> None:
+    """ZeRO-2 of two ranks, rank 0: the bucket fills, then a copy of all is sent, then this rank's half is copied."""
+    found = phases(2, *UNITS, reduce_bucket=100)
+    assert list(found) == ["layer 3", "layer 2", "layer 1", "layer 0", None]
+    for filled, module in enumerate(["layer 3", "layer 2", "layer 1", "layer 0"], start=1):
+        assert found[module] == {Item.BUCKETS: 40 * filled, Item.GRADIENTS: 40}
+    assert +found[None] == {Item.BUCKETS: 160, Item.REDUCED: 160}
+    kept = gradient_phases(facts(2, *UNITS, reduce_bucket=100, lazy_pages=True))[-1].highest
+    assert kept[Item.PARTITION] == 80
+
+
+def test_small_buckets_are_sent_beside_activations() -> None:
+    """Buckets of two gradients. What is for one rank is sent without a copy; rank 1 has layers 2 and 3."""
+    found = phases(2, *UNITS, reduce_bucket=20, rank=1)
+    assert +found["layer 1"] == {Item.BUCKETS: 80, Item.PARTITION: 80, Item.GRADIENTS: 40}
+    odd = gradient_phases(facts(2, *UNITS[:3], reduce_bucket=20, rank=1))
+    assert [phase.highest[Item.REDUCED] for phase in odd] == [0, 0, 80, 0], "layer 1 is for both ranks"
+
+
+def test_an_embedding_comes_when_activations_are_gone() -> None:
+    embedding = Parameter(50, module="embedding")
+    head = Parameter(50, module="head")
+    for stage in (0, 1, 2):
+        one = zero_account(facts(stage, embedding, *UNITS, head, reduce_bucket=1000, lazy_pages=True))
+        none = zero_account(facts(stage, *UNITS, head, reduce_bucket=1000, lazy_pages=True))
+        assert one.rise(Moment.BACKWARD) == none.rise(Moment.BACKWARD)
+        assert one.rise(Moment.REDUCE) > none.rise(Moment.REDUCE)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@given(
+    numels=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    bucket=st.integers(1, 200),
+    world=st.integers(1, 3),
+    switches=st.fixed_dictionaries(
+        {
+            name: st.booleans()
+            for name in ("contiguous_gradients", "overlap_comm", "reduce_scatter", "offload_optimizer", "stepped")
+        }
+    ),
+)
+def test_gradients_on_their_way(
+    stage: int, numels: list[int], bucket: int, world: int, switches: dict[str, bool]
+) -> None:
+    """Whatever the bucket: no line is negative, growth adds up to the fullest instant, and pages that nothing was
+    written to only ever take away."""
+    parameters = [Parameter(numel, module=f"layer {i}", unit=True) for i, numel in enumerate(numels)]
+    lazy, eager = (
+        facts(stage, *parameters, world_size=world, reduce_bucket=bucket, lazy_pages=pages, **switches)
+        for pages in (True, False)
+    )
+    found = gradient_phases(lazy)
+    assert all(count >= 0 for phase in found for count in (phase.fullest | phase.highest).values())
+    units = [phase.bytes for phase in found if phase.module is not None]
+    assert sum(growing_gradients(lazy).values()) == max(units)
+    for moment in Moment:
+        assert zero_account(lazy).at(moment, Place.DEVICE) >= 0
+    if switches["stepped"] and stage == 2:  # under ZeRO-3, gloo needs a copy that others do not
+        sums = [[p.fullest.total() for p in gradient_phases(f)] for f in (lazy, eager)]
+        assert all(written <= whole for written, whole in zip(*sums, strict=True))
 
 
 def test_peak_of_an_update_is_that_of_its_fullest_moment() -> None:
@@ -99,9 +173,11 @@ def test_stage_2_by_hand() -> None:
     assert account.of(Item.TRAINABLE) == 12 * 4, "10 elements are padded to two for each of two ranks"
     assert account.of(Item.MASTER) == 6 * 4 and account.of(Item.STATE) == 2 * 6 * 4
     assert account.of(Item.BUCKETS) == 0 and account.of(Item.BUCKETS, Moment.BACKWARD) == 8 * 4
-    assert account.of(Item.PARTITION, Moment.BACKWARD) == 10 * 4, "whole gradients of what reaches into the partition"
+    assert account.of(Item.REDUCED, Moment.REDUCE) == 10 * 4, "sent in two pieces, one for each rank"
+    (over,) = [phase for phase in gradient_phases(facts(2)) if phase.module is None]
+    assert over.highest[Item.PARTITION] == 10 * 4, "whole gradients of what reaches into the partition"
     again = zero_account(facts(2, accumulation=3))
-    assert again.of(Item.PARTITION, Moment.FORWARD) == 40 and again.of(Item.PARTITION, Moment.BACKWARD) == 80
+    assert again.of(Item.PARTITION, Moment.FORWARD) == again.of(Item.PARTITION, Moment.BACKWARD) == 40
 
 
 def test_stage_3_by_hand() -> None:
