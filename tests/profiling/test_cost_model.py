@@ -95,6 +95,19 @@ def test_the_share_of_design_fact_13() -> None:
     assert layer_costs(LORA).replayed_bytes.per_token == 4 * (10_107 - 576 - 2 * 576)
 
 
+def test_what_running_a_layer_needs_at_once() -> None:
+    """Design fact 11's layer at its MLP's product: gate, up and product, four of the hidden size, LoRA's middles."""
+    assert layer_costs(LORA).forward_bytes.per_token == 4 * (3 * 1536 + 4 * 576 + 3 * 16)
+    assert layer_costs(replace(SMALL, gated=False)).forward_bytes.per_token == 4 * (2 * 1536 + 4 * 576)
+    sparse = layer_costs(replace(SMALL, experts=Experts(8, 2, 100, shared_width=50)))
+    assert sparse.forward_bytes.per_token == 4 * (3 * 250 + (4 + 2) * 576)
+    shape = Shape(2, 128)
+    profile = analytic_profile(UnitId("u"), "Layer", layer_costs(LORA), shape, DeviceSpeed(1e14, 1e12))
+    replay, store = profile.variant("R"), profile.variant("H")
+    assert replay.forward_bytes == layer_costs(LORA).forward_bytes.of(shape)
+    assert store.held_bytes + store.forward_bytes >= replay.held_bytes + replay.forward_bytes
+
+
 def test_a_gated_function_saves_two_wide_tensors_and_their_product() -> None:
     plain, fused = layer_costs(LORA), layer_costs(replace(LORA, gated_function=True))
     assert plain.torch_bytes.per_token - fused.torch_bytes.per_token == 4 * 1536
