@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor
 
 import ds_hilore
 from benchmarks.subject import one_rank_environment
-from benchmarks.tasks import Question, Tasks, cut, expected_score, right_answers, sample
+from benchmarks.tasks import Question, Tasks, cut, expected_score, right_answers, sample, trimmed
 from ds_hilore.codecs.base import Codec, Payload
 from ds_hilore.core.types import Action
 from ds_hilore.objective.grpo import GRPOLossConfig
@@ -132,11 +132,16 @@ class Run:
         report.check_seconds = 0.0 if checks is None else checks.seconds
         return report
 
+    def _say(self, update: int) -> None:
+        kind = "hilore" if self.spec.error else "exact"
+        reward, seconds = self.report.rewards[-1], self.report.update_seconds[-1]
+        print(f"seed {self.spec.seed} {kind}: update {update + 1}, reward {reward:.2f}, {seconds:.1f} s", flush=True)
+
     def _differentiate(self, rollout: Rollout, sign: float, step: bool) -> None:
         """Forward and backward of a whole update, a group a microbatch. It is the first pass: ratios are 1."""
         engine, size = self._engine, self.spec.group_size
         spans = [slice(start, start + size) for start in range(0, len(rollout.responses), size)]
-        parts = [(rollout.sequences.rows(span), sign * rollout.advantages[span]) for span in spans]
+        parts = [(trimmed(rollout.sequences.rows(span)), sign * rollout.advantages[span]) for span in spans]
         num_tokens = rollout.sequences.response_mask.sum()
         ds_hilore.begin_update([a for _, a in parts], [s.response_mask for s, _ in parts], num_tokens)
         for sequences, advantages in parts:
@@ -241,8 +246,8 @@ def read_spec(path: Path) -> Spec:
     return Spec(**{**data, "tasks": tuple(data["tasks"])})
 
 
-def read_report(path: Path) -> Report:
-    data: dict[str, Any] = json.loads(path.read_text())
+def report_of(data: Mapping[str, Any]) -> Report:
+    """A report that went through JSON."""
     by_update = {name: {int(update): value for update, value in data[name].items()} for name in ("scores", "cosines")}
     return Report(**{**data, **by_update})
 

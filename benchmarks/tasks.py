@@ -109,23 +109,19 @@ class Tasks:
         return float(self._sets[question.kind.name].score_answer(question.answer if alike else given, question.entry))
 
 
-def as_prompt(question: Question, tokenizer: Any) -> str:
-    """The question in the model's chat format, with the beginning of the answer."""
-    if not tokenizer.chat_template:
-        return f"{question.text}\n{LEAD}"
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question.text}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)) + LEAD
+def as_prompt(question: Question) -> str:
+    """The question with the beginning of the answer; without the model's chat format, which is longer than both."""
+    return f"{question.text}\n{LEAD}"
 
 
 def sample(actor: Actor, tokenizer: Any, tasks: Tasks, drawn: Sequence[Question], sampling: Sampling) -> Rollout:
     """`sampling.group_size` responses to each question, scored. torch's generator decides: seed it to repeat them."""
     device = next(actor.parameters()).device
     prompts = tokenizer(
-        [as_prompt(question, tokenizer) for question in drawn],
+        [as_prompt(question) for question in drawn],
         return_tensors="pt",
         padding=True,
         pad_to_multiple_of=PROMPT_MULTIPLE,
-        add_special_tokens=not tokenizer.chat_template,
     ).to(device)
     sequences = generate(actor, prompts["input_ids"], prompts["attention_mask"], sampling)
     texts = decode(tokenizer, sequences)
@@ -134,9 +130,16 @@ def sample(actor: Actor, tokenizer: Any, tasks: Tasks, drawn: Sequence[Question]
     return Rollout(sequences, texts, rewards, group_advantages(rewards, sampling.group_size))
 
 
+def trimmed(sequences: Sequences) -> Sequences:
+    """Without what is padding in every row before the prompts, but for a few positions that keep shapes few."""
+    ids, attention, mask = sequences
+    begins = int(attention.any(0).int().argmax()) // PROMPT_MULTIPLE * PROMPT_MULTIPLE
+    return Sequences(ids[:, begins:], attention[:, begins:], mask)
+
+
 def right_answers(tokenizer: Any, drawn: Sequence[Question]) -> Sequences:
     """Every question with its right answer as the response: what `expected_score` reads."""
-    prompts = [tokenizer(as_prompt(each, tokenizer), add_special_tokens=False).input_ids for each in drawn]
+    prompts = [tokenizer(as_prompt(each)).input_ids for each in drawn]
     answers = [tokenizer(f" {each.answer}", add_special_tokens=False).input_ids for each in drawn]
     before, after = max(map(len, prompts)), max(map(len, answers))
     ids = torch.full((len(drawn), before + after), tokenizer.pad_token_id)
