@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from ds_hilore.integration.units import Units, apply_wrapping, undo_wrapping
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import forward_of
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass
 class AttachedHost:
@@ -37,6 +40,7 @@ class AttachedHost:
     units: Units
     scale: EngineScale
     checks: GradientChecks | None = None  # where plans may compress
+    said_idle: bool = False
 
     def apply(self) -> None:
         """Changes the model, DeepSpeed's checkpoint function and the engine; all or nothing."""
@@ -88,12 +92,26 @@ class AttachedHost:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         refuse_compiled_model(self.engine.module)
+        self._say_if_idle()
         self._meet_ranks()
         self.controller.context.rng_tracker = ModelParallelRng.if_used()
         with forward_of(self.controller), self._checked_forward() as recording, self._update_at_stake():
             result = original(*args, **kwargs)
         self.controller.outputs.mark(result)
         return result if recording is None else recording.leaving(result)
+
+    def _say_if_idle(self) -> None:
+        """transformers checkpoints layers in training mode only, and `from_pretrained` gives models in eval mode."""
+        if self.said_idle or any(unit.training for unit in self.units.modules):
+            return
+        self.said_idle = True
+        if len(self.units.wrapped) == len(self.units.modules):  # those are checkpointed in any mode, or there are none
+            return
+        if self.plane.rank == 0:
+            _log.warning(
+                "hilore: a forward with gradients, and all units are in eval mode, in which transformers does not "
+                "checkpoint them: no plan takes effect, and memory is that of no checkpointing; call engine.train()"
+            )
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args:  # `loss`; the rest goes by name in DeepSpeed's own callers

@@ -10,7 +10,9 @@ import torch
 
 import ds_hilore
 from ds_hilore.core.errors import HiLoReError
+from tests.engines import config
 from tests.integration.misuses import CASES, small_engine
+from tests.integration.updates import hilore_engine
 from tests.models import batch, llama, lora, plain_loss
 from tests.ranks import RankPool
 
@@ -106,3 +108,32 @@ def after_a_refusal() -> list[bool]:
 
 def test_refusals_leave_the_engine_as_it_was(one_rank: RankPool) -> None:
     assert one_rank.run(f"{HERE}:after_a_refusal") == [[True] * 4]
+
+
+def in_eval_mode() -> dict[str, int]:
+    """How often forwards with gradients warn that no unit runs, and the units that ran, by mode and kind of units."""
+    import logging
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ds_hilore")
+    log.addHandler(handler)
+    found = {}
+    for name, block, training in (("eval", {}, False), ("train", {}, True), ("named", {"units": ["LlamaMLP"]}, False)):
+        made = hilore_engine(llama(layers=2), config(0), **block)
+        made.train(training)
+        for seed in range(2):
+            made.backward(plain_loss(made, *batch(seed)))
+        found[name] = sum("engine.train()" in line for line in lines)
+        found[f"{name} units"] = len(made.hilore.microbatch.treated)
+        lines.clear()
+    log.removeHandler(handler)
+    return found
+
+
+def test_a_model_in_eval_mode_is_named_once(one_rank: RankPool) -> None:
+    """`from_pretrained` leaves it so, and transformers does not checkpoint then: no plan has an effect."""
+    (found,) = one_rank.run(f"{HERE}:in_eval_mode")
+    assert (found["eval"], found["train"], found["named"]) == (1, 0, 0)
+    assert (found["eval units"], found["train units"], found["named units"]) == (0, 2, 2)
