@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ from ds_hilore.core.types import Action
 from ds_hilore.integration.beside import Recorded, Recording, gradients_of, recording
 from ds_hilore.integration.exact_gradient import averaged
 from ds_hilore.integration.gradient_scale import loss_scale
+from ds_hilore.integration.held_out import Judging
 from ds_hilore.profiling.calibrate import Calibration, Intervention, Observation
+from ds_hilore.profiling.held_out import MICROBATCHES, HeldOut, Outcome
 from ds_hilore.profiling.variants import components, compressions
 from ds_hilore.recovery.encoded import Statistic
 from ds_hilore.recovery.unit import UnitCall
@@ -80,6 +83,8 @@ class GradientChecks:
         self._rules = rules
         self._microbatches = 0  # of calibration, so far
         self._done = rules.microbatches == 0
+        self._compresses = False  # plans may, for all that the checks have found
+        self._judging: Judging | None = None  # once slopes are fitted
         self._pairs: dict[str, dict[tuple[str, str], tuple[tuple[str, str], ...]]] = {}  # by unit class and component
         self._skipped = 0  # microbatches in a row that could not calibrate
         self._taken: list[Recorded] = []
@@ -103,7 +108,7 @@ class GradientChecks:
     def auditing(self) -> bool:
         interval = self._rules.audit_interval
         return (
-            self._done
+            self._compresses
             and interval > 0
             and self._controller.update % interval == 0
             and self._controller.learning.risk.active
@@ -143,7 +148,7 @@ class GradientChecks:
     # -- calibration -----------------------------------------------------------------------------------------------
 
     def _calibrate(self, taken: list[Recorded]) -> None:
-        """One microbatch: the exact gradient, and one more for each intervention.
+        """One microbatch: the exact gradient, and one more for each intervention; predictions are judged on others.
 
         A microbatch of several forwards, one that did not run as units of ours, or whose loss told no coefficients
         cannot say what exposure its error belongs to.
@@ -155,8 +160,13 @@ class GradientChecks:
             self._skip()
             return
         self._skipped = 0
-        recorded = taken[0]
-        started = time.perf_counter()
+        if self._judging is None:
+            self._fit(taken[0])
+        else:
+            self._judge(taken[0], self._judging)
+
+    def _fit(self, recorded: Recorded) -> None:
+        learning, started = self._controller.learning, time.perf_counter()
         wanted = self._interventions()
         # A rank with fewer of them keeps step all the same: under ZeRO-3 each pass gathers parameters.
         asked = self._plane.exchange("calibration passes", [len(wanted), learning.settled])
@@ -173,7 +183,22 @@ class GradientChecks:
         self.calibration.cost.update_seconds = learning.update_seconds
         self.calibration.cost.note(time.perf_counter() - started, passes + 1)
         if self._microbatches >= self._rules.microbatches or passes == 0:
-            self._finish()
+            learning.use_calibration(self.calibration)
+            if learning.risk.rules.linear:  # mode paper has none of what follows
+                self._finish("")
+                return
+            held_out = HeldOut(self.calibration, min(MICROBATCHES, self._rules.microbatches))
+            self._judging = Judging(self._controller, self._plane, held_out, self._error)
+
+    def _judge(self, recorded: Recorded, judging: Judging) -> None:
+        learning, shape = self._controller.learning, self._controller.microbatch.shape
+        assert learning.exposed is not None and shape is not None, "see _calibrate"
+        again = partial(gradients_of, self._engine, self._controller, recorded)
+        outcome = judging.judge(shape, learning.exposed, again)
+        if outcome is Outcome.AGAIN:
+            learning.use_calibration(self.calibration)  # its slopes were raised
+        elif outcome is not None:
+            self._finish("" if outcome is Outcome.HOLDS else str(judging.held_out))
 
     def _skip(self) -> None:
         self._skipped += 1
@@ -181,7 +206,7 @@ class GradientChecks:
             if self._plane.rank == 0:
                 said = "hilore: %d microbatches in a row could not calibrate: nothing is compressed. Calibration needs "
                 _log.warning(said + "one forward per engine.backward, and a loss that tells coefficients", MOST_SKIPPED)
-            self._finish()
+            self._finish("calibration was given up")
 
     def _interventions(self) -> list[Intervention]:
         measurements = self._controller.measurements
@@ -214,18 +239,24 @@ class GradientChecks:
                 microbatch=wanted.microbatch,
                 exposure=exposed.of(wanted.unit),
                 encoding_error=_mean_error(found),
-                # the engine averages over ranks what each of them differentiates
-                gradient_error=distance(near, exact) / self._plane.world_size,
+                gradient_error=self._error(near, exact),
             )
         )
 
-    def _finish(self) -> None:
-        self._done = True
-        learning = self._controller.learning
-        learning.use_calibration(self.calibration)
+    def _error(self, near: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+        # the engine averages over ranks what each of them differentiates
+        return distance(near, exact) / self._plane.world_size
+
+    def _finish(self, refused: str) -> None:
+        """Calibration is over, on all ranks alike. `refused`: why nothing is compressed; "" where plans may."""
+        self._done, self._compresses = True, not refused
         if self._plane.rank == 0:
             for line in self.calibration.lines():
                 _log.info("hilore: %s", line)
+            if self._judging is not None:
+                _log.info("hilore: %s", self._judging.held_out)
+        learning = self._controller.learning
+        learning.refuse(refused) if refused else learning.accept()
 
     # -- audits ----------------------------------------------------------------------------------------------------
 

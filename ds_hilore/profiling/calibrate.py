@@ -16,8 +16,9 @@ K2  A place that is known well enough, or that overflowed, is visited no more.
 K3  All of it takes no longer than `Cost.MOST_UPDATES` updates. A pass that was never timed counts as a whole update.
 K4  Slopes are judged by regression.py. A place that cannot be told from zero borrows the slope of all depths; one that
     contradicts itself or overflowed is disabled, and says why.
-K5  Microbatches that judge predictions never fitted them.
+K5  Microbatches that judge predictions never fitted them (held_out.py); what that takes is kept aside of K3.
 K6  Audits correct all slopes by one factor, the coherence. `risk` does not contain it: the budget is divided by it.
+K7  Where held-out microbatches show larger errors than predicted, all slopes are raised, and judged anew.
 
 Exposures and errors may be in any unit, the same throughout: kappa scales along.
 """
@@ -36,6 +37,9 @@ from ds_hilore.profiling.regression import Fit, Point, Verdict, spearman, throug
 
 #: Slopes that take part in that of all depths.
 _SOUND = (Verdict.USABLE, Verdict.UNCERTAIN)
+
+#: Passes that are kept for judging: two microbatches with their exact gradient, one unit, and several together.
+JUDGING_PASSES = 6
 
 #: Bands of depth: near the input, in the middle, near the loss.
 BANDS = 3
@@ -103,9 +107,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A prediction on a microbatch that fitted nothing, and what was measured there."""
+    """A prediction on a microbatch that fitted nothing, and what was measured there. `unit`: None: several together."""
 
-    unit: UnitId
+    unit: UnitId | None
     microbatch: int
     predicted: float
     measured: float
@@ -187,6 +191,7 @@ class Calibration:
     audits: Coherence = field(default_factory=Coherence)
     observations: list[Observation] = field(default_factory=list)
     judgements: list[Judgement] = field(default_factory=list)
+    raised: float = 1.0  # K7: of all risks
     asked: Counter[tuple[Place, UnitId]] = field(default_factory=Counter)
     _used: dict[Place, Used] = field(
         default_factory=dict, repr=False, compare=False
@@ -218,7 +223,7 @@ class Calibration:
             visits[place] += times
         wanted = [place for place in members if self._open(place)]
         wanted.sort(key=lambda place: visits[place])  # stable: where not all fit, those that were left out are next
-        room = self.cost.passes_left - 1  # the exact one
+        room = self.cost.passes_left - 1 - JUDGING_PASSES  # 1: the exact one
         if room < len(wanted):
             wanted = wanted[: max(0, math.floor(room))]
         return [self._ask(microbatch, place, members[place]) for place in wanted]
@@ -246,8 +251,9 @@ class Calibration:
         self.observations.append(observation)
         self._used.clear()
 
-    def note_judged(self, unit: UnitId, microbatch: int, predicted: float, measured: float) -> None:
-        """One whole compressed unit on a microbatch kept for judging: its predicted and its measured error.
+    def note_judged(self, unit: UnitId | None, microbatch: int, predicted: float, measured: float) -> None:
+        """A whole compressed unit, or several together (None), on a microbatch kept for judging: predicted and measured
+        error.
 
         Raises:
             UsageError: the microbatch has fitted (K5).
@@ -317,7 +323,7 @@ class Calibration:
         used = [(self.used(Place(group, codec, depth)), error) for (group, codec), error in errors.items()]
         if not all(each.fit.usable for each, _ in used):
             return None
-        risk = math.fsum(each.kappa_upper * error for each, error in used if error != 0)
+        risk = self.raised * math.fsum(each.kappa_upper * error for each, error in used if error != 0)
         return risk if 0 <= risk < math.inf else None
 
     def disabled(self) -> dict[Place, str]:
@@ -334,14 +340,18 @@ class Calibration:
     def agreement(self) -> Agreement:
         """How well predictions rank units, and microbatches, that did not make them.
 
-        Errors of one unit (one microbatch) add in squares; what is not finite is left out.
+        Errors of one unit add in squares, those of one microbatch too where none of several together was measured;
+        what is not finite is left out.
         """
         good = [each for each in self.judgements if math.isfinite(each.predicted) and math.isfinite(each.measured)]
+        together = any(each.unit is None for each in good)
         by_unit: dict[object, list[Judgement]] = {}
         by_microbatch: dict[object, list[Judgement]] = {}
         for each in good:
-            by_unit.setdefault(each.unit, []).append(each)
-            by_microbatch.setdefault(each.microbatch, []).append(each)
+            if each.unit is not None:
+                by_unit.setdefault(each.unit, []).append(each)
+            if (each.unit is None) == together:
+                by_microbatch.setdefault(each.microbatch, []).append(each)
         return Agreement(_agree(by_unit), _agree(by_microbatch), len(good))
 
     def lines(self, seconds: float | None = None) -> list[str]:

@@ -119,7 +119,9 @@ class StoredCalibration(Strict):
             ),
             audits=StoredCoherence(measured=audits.measured, predicted=audits.predicted, weight=audits.weight),
             observations=[_stored_observation(seen) for seen in calibration.observations],
-            judgements=[_stored_judgement(judged) for judged in calibration.judgements],
+            judgements=[
+                _stored_judgement(judged.unit, judged) for judged in calibration.judgements if judged.unit is not None
+            ],
             asked=[
                 StoredAsked(**_visit(place, unit), times=times) for (place, unit), times in calibration.asked.items()
             ],
@@ -174,10 +176,10 @@ def _stored_observation(seen: Observation) -> StoredObservation:
     )
 
 
-def _stored_judgement(judged: Judgement) -> StoredJudgement:
+def _stored_judgement(unit: UnitId, judged: Judgement) -> StoredJudgement:
     return StoredJudgement(
-        unit=judged.unit.name,
-        call=judged.unit.call,
+        unit=unit.name,
+        call=unit.call,
         microbatch=judged.microbatch,
         predicted=_stored(judged.predicted),
         measured=_stored(judged.measured),

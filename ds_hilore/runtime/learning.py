@@ -19,7 +19,7 @@ from typing import Any
 
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.treatment import REPLAYED, Treatment
-from ds_hilore.core.types import Plan, Shape, UnitId
+from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.memory.prize import Prize, storing_bytes
 from ds_hilore.profiling.calibrate import Calibration
 from ds_hilore.profiling.measure import Measurements
@@ -33,7 +33,7 @@ from ds_hilore.runtime.microbatch import Microbatch, footprints
 from ds_hilore.runtime.parts import ControllerParts, Stage
 from ds_hilore.runtime.risk import Exposed, RiskKeeper, read
 from ds_hilore.runtime.sampling import SAMPLED, SAMPLED_WHOLE, Sampler
-from ds_hilore.runtime.trial import Trial
+from ds_hilore.runtime.trial import COMPRESSING, Trial, Turn
 from ds_hilore.runtime.watch import PeakWatch
 
 _log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Learning:
         self._trial = Trial(parts.clock, self.measurements, parts.trial_microbatches)
         self._sampler = Sampler(parts.clock, self.measurements, parts.codecs)
         self._sampled: set[str] = set()  # classes that were stored once, or would not be
+        self._untried = False  # plans may compress, and no trial has shown that it pays
         self._started: Any = None  # of the all-R microbatch that is being timed
         self._replayed: tuple[Shape, float] | None = None  # the fastest of those
         self._risk = 0.0  # of the newest microbatch's final plan
@@ -114,7 +115,7 @@ class Learning:
         """The representation of every unit, chosen before it runs (design section 4, first problem)."""
         if self.stage is Stage.MEASURE_H:
             return self._sampling_plan(batch)
-        if self.stage is Stage.MEASURE_R or (self.stage is Stage.TRIAL and self._trial.replays):
+        if self.stage is Stage.MEASURE_R or (self.stage is Stage.TRIAL and self._trial.turn is Turn.REPLAYED):
             return Plan()
         planner = self._parts.planner
         if self.in_flight <= 1:
@@ -124,14 +125,25 @@ class Learning:
         if self.risk.announced:
             self._set_price(shape)
         forecast = None if batch.facts is None or not self.risk.active else batch.facts.forecast
-        expected = (0.0, (1.0,)) if batch.exact_only else self.risk.expect(shape.tokens, forecast)
+        exact = batch.exact_only or self._exact_turn
+        expected = (0.0, (1.0,)) if exact else self.risk.expect(shape.tokens, forecast)
         found = planner.prepare(size, profiles, *expected, pruning=batch.pruning)
         batch.prepared, plan = (None, found) if isinstance(found, Plan) else (found, found.plan)
+        if self._untried and self.stage is Stage.PLANNED and plan.count(Action.COMPRESS):
+            self._try_compression()
+            batch.prepared = None
+            return Plan()  # its first turn
         if self.prize is None:
             self._say_prize(plan, storing_bytes(profiles))
-        if self.stage is Stage.TRIAL and all(name == REPLAYED.name for name in plan.choice.values()):
+        replayed = all(name == REPLAYED.name for name in plan.choice.values())
+        if self.stage is Stage.TRIAL and not self._trial.compresses and replayed:
             self._end_trial()  # both kinds of its microbatches would be the same
         return plan
+
+    @property
+    def _exact_turn(self) -> bool:
+        """Whether the microbatch in hand is an exact one of a trial in which others compress."""
+        return self.stage is Stage.TRIAL and self._trial.compresses and self._trial.turn is Turn.EXACT
 
     def _say_prize(self, plan: Plan, storing: int) -> None:
         """What there is to win first, before anything is promised."""
@@ -221,10 +233,10 @@ class Learning:
             self.risk.pass_by(exposed)
             return batch.plan
         units = [unit.unit for unit in row.problem.units]
-        now = None if exposed is None else self.risk.decide(exposed, units)
+        now = None if exposed is None or self._exact_turn else self.risk.decide(exposed, units)
         decided = self._parts.planner.decide(self._parts.planner.planning_shape(batch.shape), row, level, now)
-        if exposed is None:
-            self.risk.pass_by(None)
+        if exposed is None or now is None:
+            self.risk.pass_by(exposed)
         else:
             self.risk.note(exposed, decided.risk)
             self._risk = decided.risk
@@ -256,7 +268,7 @@ class Learning:
             self._started = None
         self.baseline.end()
         self._watch.end(self.measurements, batch.treated)
-        self._trial.end()
+        self._trial.end(any(treatment.action is Action.COMPRESS for treatment in batch.treated.values()))
         if batch.sampled is not None and self.stage is Stage.MEASURE_H:
             self._sampled |= batch.sampled
             if not self.measurements.unmeasured_classes() - self._sampled:
@@ -306,10 +318,12 @@ class Learning:
             verdict = self._trial.verdict()
             self._parts.planner.replan()
             _log.info("hilore (rank %d): %s", self._parts.rank, verdict)
+            if verdict.compression:
+                self.refuse(verdict.compression)
         self.learnt(self.measurements)
 
     def use_calibration(self, calibration: Calibration) -> None:
-        """Compressed variants become part of plans, at the risk that was measured; a trial shows whether they pay."""
+        """Compressed variants become known to plans, at the risk that was measured. None is chosen before `accept`."""
         places = {unit: position for position, (unit, _) in enumerate(self.measurements.roster)}
         class_of = dict(self.measurements.roster)
 
@@ -321,11 +335,30 @@ class Learning:
         self.measurements.risk = risk
         self.measurements.outdate()
         self.risk.freeze(calibration.exposures())
+        self.risk.trusted = False
         if self.settled:
             self._parts.planner.replan()
-            if self._parts.trial_microbatches and self.in_flight <= 1:
-                self._trial = Trial(self._parts.clock, self.measurements, self._parts.trial_microbatches)
-                self.stage = Stage.TRIAL
+
+    def accept(self) -> None:
+        """Predictions have held on microbatches that did not make them: plans may compress. Where trials are made, the
+        first plan that would begins one, which shows whether that pays."""
+        self.risk.trusted = True
+        self._untried = self._parts.trial_microbatches > 0 and self.in_flight <= 1
+
+    def refuse(self, reason: str) -> None:
+        """Plans stay exact, for good."""
+        self.risk.trusted = self._untried = False
+        self.measurements.risk = lambda unit, treatment: None
+        self.measurements.outdate()
+        if self.settled:
+            self._parts.planner.replan()
+        _log.warning("hilore (rank %d): nothing is compressed, plans are exact: %s", self._parts.rank, reason)
+
+    def _try_compression(self) -> None:
+        self._untried = False
+        turns = max(self._parts.trial_microbatches, len(COMPRESSING))
+        self._trial = Trial(self._parts.clock, self.measurements, turns, COMPRESSING)
+        self.stage = Stage.TRIAL
 
     def disturbed(self) -> None:
         """Something else than the stage's own runs now: what is being measured tells nothing."""

@@ -93,6 +93,7 @@ class RiskKeeper:
 
     Attributes:
         typical: running mean exposure of its microbatches over the root of their tokens.
+        trusted: predictions have held on microbatches that did not make them; else nothing is risked.
         price: lambda of an announced update, seconds per risk cost; None where budgets go by tokens.
     """
 
@@ -105,6 +106,7 @@ class RiskKeeper:
     margin: ExposureMargin = field(default_factory=ExposureMargin)
     spent: list[float] = field(default_factory=list)
     price: float | None = None
+    trusted: bool = True
     _account: TokenAccount | PriceAccount | None = None
     _forecasts: list[Forecast | None] = field(default_factory=list)
     _demands: list[Demand] = field(default_factory=list)
@@ -178,7 +180,7 @@ class RiskKeeper:
         """
         self._predicted = 0.0
         unforeseeable = forecast is not None and forecast.ready and not forecast.usable
-        if not self.active or self.typical <= 0 or unforeseeable:
+        if not self.active or self.typical <= 0 or unforeseeable or not self.trusted:
             return 0.0, (1.0,)
         share = self.rules.risk(self.rules.cost(self.budget) / self.rules.microbatches)
         self._predicted = self.typical * math.sqrt(self.tokens or tokens)
@@ -206,7 +208,7 @@ class RiskKeeper:
             granted = self.rules.cost(self.budget) / self.rules.microbatches
         exposures = {unit: exposed.of(unit) if frozen is None else frozen for unit in units}
         exposures.update(dict.fromkeys(exposures.keys() & exposed.unusable, math.inf))
-        return RiskNow(self.rules.risk(granted), exposures)
+        return RiskNow(self.rules.risk(granted) if self.trusted else 0.0, exposures)
 
     def pass_by(self, exposed: Exposed | None) -> None:
         """A microbatch runs with exact actions, or as forced: it spends nothing, and may have told its exposure."""

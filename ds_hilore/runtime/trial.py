@@ -4,60 +4,90 @@ A few microbatches run all-R and as planned in turn. Each unit's forward and bac
 it ran as, so what a variant costs anywhere in the update counts, not only the replay that it avoids. A variant of a
 class that does not pay is struck out; if the joint plan is slower than all-R, all-R is the plan. Both are exact, so
 nothing but time is at stake; a verdict needs a clear difference, since noise only adds.
+
+Before plans compress, a trial has turns of a third kind: exact plans, and plans that compress. There it is the other
+way round: what is approximate must have shown that it is faster than both.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from statistics import median
 from typing import Any
 
 from ds_hilore.core.treatment import Treatment
-from ds_hilore.core.types import Shape, UnitId
+from ds_hilore.core.types import Action, Shape, UnitId
 from ds_hilore.profiling.clock import Clock
 from ds_hilore.profiling.measure import RECOMPUTE, Measurements
 from ds_hilore.recovery.unit import UnitCall
 
-#: Which of four microbatches run all-R, and again. Drifts of the machine meet both kinds alike.
-PATTERN = (True, False, False, True)
+
+class Turn(Enum):
+    """How a microbatch of a trial runs."""
+
+    REPLAYED = "all-R"
+    EXACT = "exact plan"
+    COMPRESSED = "compressing plan"
+
+
+#: Turns, and again. Drifts of the machine meet all kinds alike.
+PATTERN = (Turn.REPLAYED, Turn.EXACT, Turn.EXACT, Turn.REPLAYED)
+COMPRESSING = (Turn.REPLAYED, Turn.EXACT, Turn.COMPRESSED, Turn.COMPRESSED, Turn.EXACT, Turn.REPLAYED)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the trial found: seconds per token of both kinds of microbatches, and what is struck out, with reasons."""
+    """What the trial found.
+
+    Attributes:
+        replayed_s, planned_s: seconds per token of microbatches that ran all-R, and as planned with exact actions.
+        struck: what is struck out, with reasons: (class, variant, reason).
+        compressed_s: seconds per token of microbatches that compressed; None where none did.
+        compression: why plans may not compress; "" where they may, or that was not tried.
+    """
 
     replayed_s: float
     planned_s: float
     struck: tuple[tuple[str, str, str], ...]
+    compressed_s: float | None = None
+    compression: str = ""
 
     def __str__(self) -> str:
-        ratio = self.planned_s / self.replayed_s
+        said = [f"planned microbatches take {self.planned_s / self.replayed_s:.2f} x of all-R's"]
+        if self.compressed_s is not None:
+            said.append(f"those that compress {self.compressed_s / self.replayed_s:.2f} x")
         reasons = "; ".join(f"{unit_class} {variant}: {reason}" for unit_class, variant, reason in self.struck)
-        return f"planned microbatches take {ratio:.2f} x of all-R's" + (f"; struck out: {reasons}" if reasons else "")
+        return ", ".join(said) + (f"; struck out: {reasons}" if reasons else "")
 
 
 class Trial:
-    """Times `microbatches` microbatches and their units. `shape`: of the last one that was timed."""
+    """Times `microbatches` microbatches, at least one of each kind (0: none), and their units. `shape`: of the last one
+    that was timed."""
 
-    def __init__(self, clock: Clock, measurements: Measurements, microbatches: int) -> None:
-        self.microbatches = microbatches
+    def __init__(
+        self, clock: Clock, measurements: Measurements, microbatches: int, pattern: tuple[Turn, ...] = PATTERN
+    ) -> None:
+        self.microbatches = max(microbatches, len(set(pattern))) if microbatches else 0
+        self.compresses = Turn.COMPRESSED in pattern
+        self._pattern = pattern
         self._clock = clock
         self._measurements = measurements
         self._turn = 0
-        self._seconds: dict[bool, list[float]] = defaultdict(list)
-        self._whole: tuple[Any, bool, int] | None = None  # of the microbatch being timed: start, all-R?, tokens
+        self._seconds: dict[Turn, list[float]] = defaultdict(list)
+        self._whole: tuple[Any, Turn, int] | None = None  # of the microbatch being timed: start, its turn, tokens
         self._unit: tuple[Any, Callable[[float], None]] | None = None  # whose backward is being timed
         self._current: UnitCall | None = None
         self.shape: Shape | None = None
 
     @property
-    def replays(self) -> bool:
-        """Whether the next microbatch runs all-R."""
-        return self._turn < self.microbatches and PATTERN[self._turn % len(PATTERN)]
+    def turn(self) -> Turn | None:
+        """How the next microbatch, or the one that is timed, runs; None once every turn was taken."""
+        return self._pattern[self._turn % len(self._pattern)] if self._turn < self.microbatches else None
 
     @property
     def over(self) -> bool:
@@ -65,10 +95,10 @@ class Trial:
         return sum(len(seconds) for seconds in self._seconds.values()) >= self.microbatches
 
     def begin(self, shape: Shape) -> None:
-        """A microbatch begins, as `replays` says."""
-        if self._turn < self.microbatches:
+        """A microbatch begins, as `turn` says."""
+        if self.turn is not None:
             self.shape = shape
-            self._whole = self._clock.start(), self.replays, max(1, shape.tokens)
+            self._whole = self._clock.start(), self.turn, max(1, shape.tokens)
 
     @contextmanager
     def forward_of(self, unit: UnitId, treatment: Treatment, shape: Shape) -> Iterator[None]:
@@ -91,13 +121,17 @@ class Trial:
         note = partial(self._measurements.note_seconds, call.unit, call.treatment.name, call.shape)
         self._unit = self._clock.start(), lambda seconds: note(None, seconds)
 
-    def end(self) -> None:
-        """The backward of the microbatch is over."""
+    def end(self, compressed: bool = False) -> None:
+        """The backward of the microbatch is over.
+
+        Args:
+            compressed: some unit's state was used in low precision: risk may forbid that in any turn.
+        """
         if self._whole is None:
             return
         self._end_unit()
-        started, replays, tokens = self._whole
-        seconds = self._seconds[replays]
+        started, turn, tokens = self._whole
+        seconds = self._seconds[Turn.EXACT if turn is Turn.COMPRESSED and not compressed else turn]
         self._clock.stop(started, lambda whole: seconds.append(whole / tokens))
         self._turn += 1
         self.abort()
@@ -115,17 +149,42 @@ class Trial:
     def verdict(self) -> Verdict:
         """Strikes out of the measurements what does not pay, and says so."""
         assert self.shape is not None
-        replayed, planned = self._seconds[True], self._seconds[False]
+        replayed, planned, compressed = (self._seconds[turn] for turn in Turn)
         struck: list[tuple[str, str, str]] = []
-        slower = median(planned) > median(replayed) and min(planned) > min(replayed)
+        slower = _slower(planned, replayed)
         for unit_class, variant in self._measurements.timed():
             gain = self._measurements.gain(unit_class, variant, self.shape)
             if gain is None:
                 continue
-            if slower:
+            if slower and Treatment.parse(variant).action is not Action.COMPRESS:
                 struck.append((unit_class, variant, "the joint plan is slower than replaying everything"))
             elif gain.seconds < -2 * gain.noise_s:
                 struck.append((unit_class, variant, f"it costs {-gain.seconds * 1e3:.1f} ms more than {RECOMPUTE}"))
         for entry in struck:
             self._measurements.strike(*entry)
-        return Verdict(median(replayed), median(planned), tuple(struck))
+        return Verdict(
+            median(replayed),
+            median(planned),
+            tuple(struck),
+            median(compressed) if compressed else None,
+            self._against_compression(),
+        )
+
+    def _against_compression(self) -> str:
+        compressed = self._seconds[Turn.COMPRESSED]
+        if not self.compresses:
+            return ""
+        if not compressed:
+            return f"risk allowed it in none of {self.microbatches} microbatches"
+        others = [turn.value for turn in (Turn.REPLAYED, Turn.EXACT) if not _faster(compressed, self._seconds[turn])]
+        return f"it is not faster than {' and '.join(others)}" if others else ""
+
+
+def _slower(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Clearly so: noise only adds."""
+    return median(one) > median(other) and min(one) > min(other)
+
+
+def _faster(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Not clearly otherwise, and not the same."""
+    return median(one) < median(other) or min(one) < min(other)

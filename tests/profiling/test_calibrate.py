@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import UnitId
-from ds_hilore.profiling.calibrate import BANDS, Calibration, Cost, Intervention, Observation, Place, depth_band
+from ds_hilore.profiling.calibrate import (
+    BANDS,
+    JUDGING_PASSES,
+    Calibration,
+    Cost,
+    Intervention,
+    Observation,
+    Place,
+    depth_band,
+)
+from ds_hilore.profiling.calibration_layout import as_dict, from_dict
 from ds_hilore.profiling.regression import ENOUGH, Verdict
 
 MLP = ("mlp", "int8:64")
@@ -155,9 +165,11 @@ def test_cost_never_exceeds_thirty_updates(count: int, update_s: float, share: f
             calibration.cost.note((1 + len(wanted)) * share * update_s, 1 + len(wanted))
     assert calibration.cost.seconds <= 30 * update_s * (1 + 1e-9)
     assert calibration.cost.updates == pytest.approx(calibration.cost.seconds / update_s)
-    # and it was used: what is left is less than an intervention and its exact gradient, or nothing stopped it
+    # and it was used: what is left, but for judging, is less than an intervention and its exact gradient, or nothing
+    # stopped it
     all_of_it = microbatches * (1 + 2 * min(count, BANDS)) * share
-    assert calibration.cost.seconds >= update_s * min(all_of_it, 30 - 2 * share) * (1 - 1e-9)
+    kept = (JUDGING_PASSES + 2) * share if calibration.cost.passes else JUDGING_PASSES + 2
+    assert calibration.cost.seconds >= update_s * min(all_of_it, 30 - kept) * (1 - 1e-9)
 
 
 def test_places_that_did_not_fit_are_next() -> None:
@@ -165,7 +177,7 @@ def test_places_that_did_not_fit_are_next() -> None:
     calibration, units = Calibration(), roster(3)
     turns: list[Place] = []
     for microbatch in range(9):
-        calibration.cost = Cost(seconds=27.0, passes=27, slowest=1.0, update_seconds=1.0)
+        calibration.cost = Cost(seconds=21.0, passes=21, slowest=1.0, update_seconds=1.0)
         turns += [each.place for each in calibration.interventions(microbatch, units, CODECS)]
     assert len(turns) == 18
     for start in range(0, 18, 6):
@@ -177,9 +189,9 @@ def test_passes_never_timed_count_as_whole_updates() -> None:
     calibration = Calibration(cost=Cost(update_seconds=2.0))
     many = {"dense": [(f"group{k}", "bf16") for k in range(12)]}
     assert len(Calibration().interventions(0, roster(9), many)) == 36
-    assert len(calibration.interventions(0, roster(9), many)) == 29
+    assert len(calibration.interventions(0, roster(9), many)) == 29 - JUDGING_PASSES
     calibration.cost.note(30.0, 30)  # half an update each: room for 30 more, one of them exact
-    assert len(calibration.interventions(1, roster(9), many)) == 29
+    assert len(calibration.interventions(1, roster(9), many)) == 29 - JUDGING_PASSES
     assert len(set(calibration.places)) == 36
 
 
@@ -187,6 +199,12 @@ def test_no_room_for_one_intervention_and_its_exact_gradient_is_over() -> None:
     calibration = Calibration(cost=Cost(seconds=28.5, passes=30, slowest=1.0, update_seconds=1.0))
     assert calibration.interventions(0, roster(3), CODECS) == []
     assert not calibration.asked
+
+
+def test_what_judging_takes_is_left() -> None:
+    for passes, wanted in ((JUDGING_PASSES + 2.0, 1), (JUDGING_PASSES + 1.9, 0)):
+        calibration = Calibration(cost=Cost(30.0 - passes, passes=1, slowest=1.0, update_seconds=1.0))
+        assert len(calibration.interventions(0, roster(3), CODECS)) == wanted
 
 
 def test_without_update_times_nothing_is_capped() -> None:
@@ -351,6 +369,17 @@ def test_agreement_over_units_and_over_microbatches() -> None:
     calibration.note_judged(UnitId("u0"), 0, math.nan, 1.0)
     assert calibration.agreement() == found
     assert "Spearman 1.00 over units, -1.00 over microbatches" in calibration.lines()[-1]
+
+
+def test_where_several_units_were_measured_together_microbatches_are_ranked_by_them() -> None:
+    calibration = Calibration()
+    for microbatch, error in enumerate((1.0, 2.0, 3.0)):
+        calibration.note_judged(UnitId("u"), microbatch, error, 1.0 / error)
+        calibration.note_judged(UnitId("v"), microbatch, 9.0, 9.0)
+        calibration.note_judged(None, microbatch, error, error)
+    found = calibration.agreement()
+    assert found.microbatches == pytest.approx(1.0) and found.units == pytest.approx(1.0)
+    assert from_dict(as_dict(calibration)).agreement().count == 6, "what is stored is of single units"
 
 
 def test_agreement_of_too_little_is_unknown() -> None:

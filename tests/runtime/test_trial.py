@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from ds_hilore.core.treatment import Treatment
 from ds_hilore.core.types import Action
 from ds_hilore.recovery.roles import Role, UnitRoles
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.parts import Stage
-from ds_hilore.runtime.trial import PATTERN
+from ds_hilore.runtime.risk import RiskRules
+from ds_hilore.runtime.trial import COMPRESSING, PATTERN, Turn
 from ds_hilore.runtime.update import MicrobatchFacts
 from tests.runtime.rig import Rig, planner, same
 
@@ -87,7 +91,7 @@ def dearer_when_stored(controller: Controller, whole: bool) -> float:
 @pytest.mark.parametrize("late", [False, True])
 def test_turns_then_plans(late: bool) -> None:
     rig = in_trial(cheaper_when_stored, late=late)
-    expected = ["RRR" if PATTERN[turn % len(PATTERN)] else "HHH" for turn in range(TURNS)]
+    expected = ["RRR" if PATTERN[turn % len(PATTERN)] is Turn.REPLAYED else "HHH" for turn in range(TURNS)]
     assert finish(rig) == expected
     rig.update()
     assert rig.actions == "HHH" and not rig.controller.measurements.struck
@@ -185,3 +189,104 @@ def test_shapes_are_compared_by_token() -> None:
         rig.update(rows=1 + turn % 3)
         turn += 1
     assert not rig.controller.measurements.struck
+
+
+# -- compression ---------------------------------------------------------------------------------------------------
+
+MLP = Treatment.parse("L:mlp=int8")
+
+
+def compressed(controller: Controller) -> int:
+    return controller.microbatch.metrics()["compressed_units"]  # type: ignore[return-value]
+
+
+def before_compression(saves: float, trial: int = TURNS) -> Rig:
+    """Units that would all be compressed and never stored, which saves so many seconds of ten."""
+
+    def seconds(controller: Controller, whole: bool) -> float:
+        if controller.stage is Stage.MEASURE_H:  # codecs
+            return 1e-3
+        return (10.0 if whole else 1.0) * (1 - 0.1 * saves * bool(compressed(controller)))
+
+    clock = ScriptedClock(seconds)
+    rig = Rig(planner=planner(100.0), clock=clock, trial_microbatches=trial, codecs=("int8",), risk=RiskRules(0.01))
+    clock.controller = rig.controller
+    while rig.controller.stage is not Stage.TRIAL:
+        told(rig)
+    while rig.controller.stage is not Stage.PLANNED:
+        told(rig)
+    rig.controller.measurements.strike("Block", "H", "for this test")
+    rig.controller.learning.use_calibration(_Calibrated())  # type: ignore[arg-type]
+    return rig
+
+
+class _Calibrated:
+    """Says that nothing costs any error to speak of."""
+
+    def risk(self, position: int, units: int, errors: object) -> float:
+        return 1e-6
+
+    def exposures(self) -> list[float]:
+        return [1.0]
+
+
+def told(rig: Rig) -> str:
+    """An update whose loss tells its coefficients."""
+    loss = rig.forward()
+    rig.controller.note_coefficients(torch.ones(2, 3), None)
+    rig.backward(loss)
+    rig.controller.end_update(1.0)
+    return rig.actions
+
+
+def test_nothing_is_compressed_before_predictions_have_held() -> None:
+    rig = before_compression(saves=5.0)
+    assert {told(rig) for _ in range(4)} == {"RRR"} and rig.controller.stage is Stage.PLANNED
+
+
+def test_a_trial_shows_that_compressing_pays() -> None:
+    rig = before_compression(saves=5.0)
+    rig.controller.learning.accept()
+    turns = [told(rig) for _ in range(TURNS)]
+    assert turns == ["LLL" if turn is Turn.COMPRESSED else "RRR" for turn in COMPRESSING]
+    assert rig.controller.stage is Stage.PLANNED and told(rig) == "LLL"
+
+
+def test_compressing_that_saves_nothing_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    rig = before_compression(saves=0.0)
+    rig.controller.learning.accept()
+    with caplog.at_level(logging.WARNING):
+        while rig.controller.stage is not Stage.PLANNED or not caplog.messages:
+            told(rig)
+    assert {told(rig) for _ in range(4)} == {"RRR"}
+    (message,) = caplog.messages
+    assert "nothing is compressed" in message and "not faster than all-R and exact plan" in message
+
+
+def test_without_trials_predictions_are_enough() -> None:
+    rig = before_compression(saves=0.0)
+    rig.controller.learning._parts = replace(rig.controller.parts, trial_microbatches=0)
+    rig.controller.learning.accept()
+    assert told(rig) == "LLL"
+
+
+def test_what_is_refused_stays_so() -> None:
+    rig = before_compression(saves=5.0)
+    rig.controller.learning.refuse("it was tried")
+    assert {told(rig) for _ in range(4)} == {"RRR"}
+
+
+def test_where_risk_forbids_it_there_is_nothing_to_show(caplog: pytest.LogCaptureFixture) -> None:
+    """Plans prepare it, and every microbatch turns out to be too violent: that only costs time."""
+    rig = before_compression(saves=5.0)
+    rig.controller.learning.accept()
+    rig.controller.learning.risk.typical = 1e-9
+    with caplog.at_level(logging.WARNING):
+        for _ in range(TURNS):
+            rig.controller.learning.risk.typical = 1e-9
+            loss = rig.forward()
+            rig.controller.note_coefficients(torch.full((2, 3), 1e9), None)
+            rig.backward(loss)
+            rig.controller.end_update(None)
+            assert rig.actions == "RRR"
+    assert "risk allowed it in none" in caplog.text and told(rig) == "RRR"
