@@ -18,6 +18,7 @@ from tests.ranks import RankPool
 pytest.importorskip("trl", reason="TRL is not installed")
 HERE = "tests.integration.test_trl"
 UPDATES = 4
+LIMIT = 0.05
 
 #: Case -> ZeRO stage, whether LoRA, and settings of GRPOConfig. Two groups of four responses per rank and microbatch.
 CASES: dict[str, tuple[int, bool, dict[str, Any]]] = {
@@ -156,3 +157,29 @@ def test_one_rank_logs_the_same_bits(one_rank: RankPool, folder: Path) -> None:
     assert not alone["controller"]
     assert (ours["stored"], ours["led"], ours["given_back"]) == (3, True, True)
     assert ours["logged"] == alone["logged"]
+
+
+def within_an_error(folder: str, stage: int) -> dict[str, Any]:
+    """Seven updates in which compressed state is calibrated through TRL's head, and every update is audited."""
+    ds_hilore.install()
+    checks = {"profile": {"calibration_microbatches": 4, "audit_interval": 1}}
+    trainer = trl_runs.make_trainer(
+        folder,
+        trl_runs.ds_json(stage, {"max_gradient_error": LIMIT, **checks}),
+        gradient_accumulation_steps=4,
+        max_steps=7,
+    )
+    trainer.train()
+    host = trainer.model_wrapped._hilore_host
+    return {
+        "audits": [audit.measured for audit in host.checks.audits],
+        "lines": host.checks.calibration.lines(),
+        "exposed": host.controller.learning.exposed is not None,
+    }
+
+
+def test_gradient_errors_are_calibrated_and_audited_through_trls_head(ranks: RankPool, folder: Path) -> None:
+    for seen in ranks.run(f"{HERE}:within_an_error", folder=str(folder), stage=3):
+        assert seen["exposed"]
+        assert seen["audits"] and max(seen["audits"]) < LIMIT
+        assert "observations" in seen["lines"][0] and "from 0 observations" not in seen["lines"][0]
