@@ -216,7 +216,6 @@ class PriceAccount(RiskAccount):
         self._waiting.pop(0)
         return granted
 
-
     def skip(self) -> None:
         """The next microbatch runs with exact actions only, whatever was foreseen of it."""
         self._waiting = self._waiting[1:]

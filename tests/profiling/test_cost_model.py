@@ -248,7 +248,7 @@ def test_a_profile_without_a_run(layer: LayerGeometry, shape: Shape) -> None:
     assert store.saved_seconds > 0 == replay.saved_seconds
     rates = unit_rates(layer, speed)
     derived = speed.seconds(costs.derive).of(shape)
-    assert 0 <= derived and rates.replay_s.of(shape) == pytest.approx(store.saved_seconds + derived)
+    assert derived >= 0 and rates.replay_s.of(shape) == pytest.approx(store.saved_seconds + derived)
     assert (rates.input_bytes, rates.state_bytes) == (costs.input_bytes, costs.base_bytes)
 
 

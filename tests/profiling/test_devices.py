@@ -18,7 +18,7 @@ def test_names_in_any_spelling(name: str) -> None:
 
 def test_an_unknown_name_lists_the_known() -> None:
     assert USUAL in DEVICES
-    with pytest.raises(UsageError, match="H200.*--flops"):
+    with pytest.raises(UsageError, match=r"H200.*--flops"):
         device_named("K80")
 
 
