@@ -69,7 +69,8 @@ class Learning:
         self._trial = Trial(parts.clock, self.measurements, parts.trial_microbatches)
         self._sampler = Sampler(parts.clock, self.measurements, parts.codecs)
         self._sampled: set[str] = set()  # classes that were stored once, or would not be
-        self._untried = False  # plans may compress, and no trial has shown that it pays
+        self._tries = False  # a trial must show that compressing pays
+        self._pays: dict[int, bool] = {}  # what trials have shown, by budget
         self._started: Any = None  # of the all-R microbatch that is being timed
         self._replayed: tuple[Shape, float] | None = None  # the fastest of those
         self._risk = 0.0  # of the newest microbatch's final plan
@@ -125,11 +126,12 @@ class Learning:
         if self.risk.announced:
             self._set_price(shape)
         forecast = None if batch.facts is None or not self.risk.active else batch.facts.forecast
-        exact = batch.exact_only or self._exact_turn
+        exact = batch.exact_only or self._stays_exact
         expected = (0.0, (1.0,)) if exact else self.risk.expect(shape.tokens, forecast)
         found = planner.prepare(size, profiles, *expected, pruning=batch.pruning)
         batch.prepared, plan = (None, found) if isinstance(found, Plan) else (found, found.plan)
-        if self._untried and self.stage is Stage.PLANNED and plan.count(Action.COMPRESS):
+        untried = self._tries and planner.budget_bytes not in self._pays
+        if untried and self.stage is Stage.PLANNED and plan.count(Action.COMPRESS):
             self._try_compression()
             batch.prepared = None
             return Plan()  # its first turn
@@ -141,9 +143,11 @@ class Learning:
         return plan
 
     @property
-    def _exact_turn(self) -> bool:
-        """Whether the microbatch in hand is an exact one of a trial in which others compress."""
-        return self.stage is Stage.TRIAL and self._trial.compresses and self._trial.turn is Turn.EXACT
+    def _stays_exact(self) -> bool:
+        """Whether the microbatch in hand is an exact one of a trial in which others compress, or such a trial has shown
+        that compressing does not pay."""
+        turn = self.stage is Stage.TRIAL and self._trial.compresses and self._trial.turn is Turn.EXACT
+        return turn or not self._pays.get(self._parts.planner.budget_bytes, True)
 
     def _say_prize(self, plan: Plan, storing: int) -> None:
         """What there is to win first, before anything is promised."""
@@ -233,7 +237,7 @@ class Learning:
             self.risk.pass_by(exposed)
             return batch.plan
         units = [unit.unit for unit in row.problem.units]
-        now = None if exposed is None or self._exact_turn else self.risk.decide(exposed, units)
+        now = None if exposed is None or self._stays_exact else self.risk.decide(exposed, units)
         decided = self._parts.planner.decide(self._parts.planner.planning_shape(batch.shape), row, level, now)
         if exposed is None or now is None:
             self.risk.pass_by(exposed)
@@ -318,19 +322,21 @@ class Learning:
             verdict = self._trial.verdict()
             self._parts.planner.replan()
             _log.info("hilore (rank %d): %s", self._parts.rank, verdict)
-            if verdict.compression:
-                self.refuse(verdict.compression)
+            if self._trial.compresses:
+                self._pays[self._parts.planner.budget_bytes] = not verdict.compression
+                if verdict.compression:
+                    self._say_exact(verdict.compression)
         self.learnt(self.measurements)
 
     def use_calibration(self, calibration: Calibration) -> None:
         """Compressed variants become known to plans, at the risk that was measured. None is chosen before `accept`."""
-        places = {unit: position for position, (unit, _) in enumerate(self.measurements.roster)}
-        class_of = dict(self.measurements.roster)
 
         def risk(unit: UnitId, treatment: Treatment) -> float | None:
-            parts = self.measurements.classes[class_of[unit]].parts
+            roster = self.measurements.roster  # of now: a stored calibration may be there before any unit is known
+            place, unit_class = next((place, name) for place, (known, name) in enumerate(roster) if known == unit)
+            parts = self.measurements.classes[unit_class].parts
             errors = {key: error_of(parts, pairs) for key, pairs in components(treatment.codecs).items()}
-            return calibration.risk(places[unit], len(places), errors)
+            return calibration.risk(place, len(roster), errors)
 
         self.measurements.risk = risk
         self.measurements.outdate()
@@ -341,21 +347,23 @@ class Learning:
 
     def accept(self) -> None:
         """Predictions have held on microbatches that did not make them: plans may compress. Where trials are made, the
-        first plan that would begins one, which shows whether that pays."""
+        first plan of a budget that would begins one, which shows whether that pays."""
         self.risk.trusted = True
-        self._untried = self._parts.trial_microbatches > 0 and self.in_flight <= 1
+        self._tries = self._parts.trial_microbatches > 0 and self.in_flight <= 1
 
     def refuse(self, reason: str) -> None:
         """Plans stay exact, for good."""
-        self.risk.trusted = self._untried = False
+        self.risk.trusted = False
         self.measurements.risk = lambda unit, treatment: None
         self.measurements.outdate()
         if self.settled:
             self._parts.planner.replan()
+        self._say_exact(reason)
+
+    def _say_exact(self, reason: str) -> None:
         _log.warning("hilore (rank %d): nothing is compressed, plans are exact: %s", self._parts.rank, reason)
 
     def _try_compression(self) -> None:
-        self._untried = False
         turns = max(self._parts.trial_microbatches, len(COMPRESSING))
         self._trial = Trial(self._parts.clock, self.measurements, turns, COMPRESSING)
         self.stage = Stage.TRIAL

@@ -200,16 +200,19 @@ def compressed(controller: Controller) -> int:
     return controller.microbatch.metrics()["compressed_units"]  # type: ignore[return-value]
 
 
-def before_compression(saves: float, trial: int = TURNS) -> Rig:
-    """Units that would all be compressed and never stored, which saves so many seconds of ten."""
+def before_compression(saves: float, units: float | None = None) -> Rig:
+    """Units that would all be compressed and never stored, which saves so many tenths, of a unit's part other ones."""
+    of_unit = saves if units is None else units
 
     def seconds(controller: Controller, whole: bool) -> float:
         if controller.stage is Stage.MEASURE_H:  # codecs
             return 1e-3
-        return (10.0 if whole else 1.0) * (1 - 0.1 * saves * bool(compressed(controller)))
+        return (
+            (10 - saves * bool(compressed(controller))) if whole else 1 - 0.1 * of_unit * bool(compressed(controller))
+        )
 
     clock = ScriptedClock(seconds)
-    rig = Rig(planner=planner(100.0), clock=clock, trial_microbatches=trial, codecs=("int8",), risk=RiskRules(0.01))
+    rig = Rig(planner=planner(100.0), clock=clock, trial_microbatches=TURNS, codecs=("int8",), risk=RiskRules(0.01))
     clock.controller = rig.controller
     while rig.controller.stage is not Stage.TRIAL:
         told(rig)
@@ -274,6 +277,23 @@ def test_what_is_refused_stays_so() -> None:
     rig = before_compression(saves=5.0)
     rig.controller.learning.refuse("it was tried")
     assert {told(rig) for _ in range(4)} == {"RRR"}
+
+
+def test_what_a_trial_shows_is_of_its_budget() -> None:
+    """Where units say that they gain, and the update as a whole does not."""
+    rig = before_compression(saves=0.0, units=5.0)
+    rig.controller.learning.accept()
+    for _ in range(TURNS):
+        told(rig)
+    assert rig.controller.stage is Stage.PLANNED and told(rig) == "RRR"
+    planner = rig.controller.parts.planner
+    before = planner.budget_bytes
+    planner.set_budget(before + 1)
+    assert told(rig) == "RRR" and rig.controller.stage is Stage.TRIAL
+    while rig.controller.stage is Stage.TRIAL:
+        told(rig)
+    planner.set_budget(before)
+    assert told(rig) == "RRR" and rig.controller.stage is Stage.PLANNED
 
 
 def test_where_risk_forbids_it_there_is_nothing_to_show(caplog: pytest.LogCaptureFixture) -> None:
