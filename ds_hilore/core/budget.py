@@ -5,6 +5,7 @@
 | `"36GB"`, `"2GiB"`, `36000000000` | BYTES | that many bytes; kB to TB count in 1000s, KiB to TiB in 1024s |
 | `0.9` (a number with a point, at most 1.0) | DEVICE_SHARE | this share of the device's memory |
 | `"1.10x"` (at least `"1.0x"`) | CHECKPOINT_MULTIPLE | this multiple of our own all-R peak from the second update on |
+| `"auto"`, `"free"` | AUTO | what the device has beside all that others hold, from the second update on |
 | `["1.0x", "36GB"]` | one of these per rank | rank i takes entry i |
 """
 
@@ -24,12 +25,19 @@ SMALLEST_BYTES = 1 << 20
 #: A larger multiple is a typing error too: it limits nothing.
 LARGEST_MULTIPLE = 1000.0
 
+#: accelerate and the Trainer refuse an "auto" they do not know, hence the second word.
+AUTO_WORDS = ("auto", "free")
+
+#: What "auto" takes of what is left: libraries' own buffers come late, and storing more fragments the allocator more.
+AUTO_SHARE = 0.95
+
 UNIT_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNIT_BYTES |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 ALLOWED = (
     'bytes ("36GB", "512MB", "2GiB" or a whole number), a share of the device (0.9; 1.0 is all of it), '
-    'a multiple of the checkpointing peak ("1.10x", at least "1.0x"), or a list of these with one entry per rank'
+    'a multiple of the checkpointing peak ("1.10x", at least "1.0x"), "auto" or "free" (what the device has free), or '
+    "a list of these with one entry per rank"
 )
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
@@ -44,6 +52,7 @@ class BudgetKind(Enum):
     BYTES = "bytes"
     DEVICE_SHARE = "share of the device"
     CHECKPOINT_MULTIPLE = "multiple of the checkpointing peak"
+    AUTO = "share of what the device has free"
 
 
 @dataclass(frozen=True)
@@ -57,21 +66,26 @@ class MemoryBudget:
         """Gives the budget itself: one value holds for every rank."""
         return self
 
-    def bytes_on(self, device_bytes: int, checkpointing_peak_bytes: int) -> int:
+    def bytes_on(self, device_bytes: int, checkpointing_peak_bytes: int, ceiling_bytes: int | None = None) -> int:
         """Turns the budget into bytes.
 
         Args:
             device_bytes: memory of the rank's device.
             checkpointing_peak_bytes: peak of an all-R update of this rank, measured from the second update on.
+            ceiling_bytes: how high peaks may come beside what others hold of the device; None: nobody holds anything.
         """
         if self.kind is BudgetKind.BYTES:
             return int(self.value)
         if self.kind is BudgetKind.DEVICE_SHARE:
             return int(self.value * device_bytes)
+        if self.kind is BudgetKind.AUTO:
+            return int(self.value * (device_bytes if ceiling_bytes is None else min(device_bytes, ceiling_bytes)))
         return int(self.value * checkpointing_peak_bytes)
 
     def as_json(self) -> int | float | str:
         """What the user could have written for it: `parse_budget(b.as_json()) == b`."""
+        if self.kind is BudgetKind.AUTO:
+            return "auto"
         return f"{self.value!r}x" if self.kind is BudgetKind.CHECKPOINT_MULTIPLE else self.value
 
 
@@ -149,11 +163,8 @@ def _share(share: float) -> MemoryBudget:
 
 
 def _parse_text(text: str) -> MemoryBudget:
-    if text.lower() == "auto":
-        raise ValueError(
-            '"auto" comes with the budget guard, in a later release; until then write a share of the device (0.9) '
-            'or a multiple of the checkpointing peak ("1.10x")'
-        )
+    if text.lower() in AUTO_WORDS:
+        return MemoryBudget(BudgetKind.AUTO, AUTO_SHARE)
     if match := _MULTIPLE.fullmatch(text):
         multiple = float(match[1])
         if multiple < 1.0:

@@ -237,8 +237,10 @@ class HiLoReConfig(Block):
     memory_budget: Budget = Field(
         default=MemoryBudget(BudgetKind.CHECKPOINT_MULTIPLE, 1.10),
         description="Device memory that an update may use on a rank, everything included: bytes, a share of the "
-        "device, a multiple of the peak of recomputing everything, or a list with one entry per rank. More memory: "
-        "more units are stored and fewer are replayed.",
+        'device, a multiple of the peak of recomputing everything, "auto" (what the device has free once there is '
+        'optimizer state, beside all that others hold; write "free" for it under Trainer and accelerate, which refuse '
+        'an "auto" they do not know), or a list with one entry per rank. More memory: more units are stored and fewer '
+        "are replayed.",
     )
     host_budget: StrictInt = Field(
         default=0, description="Host memory per node for offloaded state, in bytes. 0 until offload comes."

@@ -23,6 +23,7 @@ class BaseObservation:
         floor: level before its forward.
         forward, loss, backward: device bytes at the fullest moment of the row, units' part taken out, floor included.
         settled: level when backward begins, units' part taken out.
+        between: level between two units of the forward, units' part taken out.
     """
 
     tokens: int
@@ -31,6 +32,7 @@ class BaseObservation:
     loss: int
     backward: int
     settled: int = 0
+    between: int = 0
 
     def raised(self, count: int) -> BaseObservation:
         """The same over a floor that is higher by `count` bytes."""
@@ -41,6 +43,7 @@ class BaseObservation:
             self.loss + count,
             self.backward + count,
             self.settled + count,
+            self.between + count,
         )
 
 
@@ -64,6 +67,7 @@ class BaseBytes:
     loss: tuple[Line, ...] = (Line(),)
     backward: tuple[Line, ...] = (Line(),)
     settled: tuple[Line, ...] = (Line(),)
+    between: tuple[Line, ...] = (Line(),)
 
     @classmethod
     def fit(cls, observations: Iterable[BaseObservation]) -> BaseBytes:
@@ -84,6 +88,7 @@ class BaseBytes:
             _cover([(o.tokens, o.loss - floor) for o in seen]),
             _cover([(o.tokens, o.backward - floor) for o in seen]),
             _cover([(o.tokens, o.settled - floor) for o in seen]),
+            _cover([(o.tokens, o.between - floor) for o in seen]),
         )
 
     def at(self, shape: Shape) -> tuple[int, int, int]:
@@ -93,6 +98,10 @@ class BaseBytes:
     def settled_at(self, shape: Shape) -> int:
         """What is to be there when the backward of a microbatch of this shape begins, units' part aside."""
         return self._at(self.settled, shape)
+
+    def between_at(self, shape: Shape) -> int:
+        """What is to be there between two units in the forward of such a microbatch, units' part aside."""
+        return self._at(self.between, shape)
 
     def _at(self, lines: tuple[Line, ...], shape: Shape) -> int:
         return max(0, self.floor + max(line.at(shape.tokens) for line in lines))

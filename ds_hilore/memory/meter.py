@@ -7,6 +7,7 @@ they are the figures of torch's caching allocator. Nothing here waits for the de
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import torch
 
 from ds_hilore.core.errors import UnsupportedError
 from ds_hilore.memory.glibc import started_tight, trim
+from ds_hilore.memory.host import PROC, HostMemory
 
-_PROC = Path("/proc")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 #: Pages of a CPU process that come and go between equal updates: the interpreter's, and those of small allocations.
 WANDER_BYTES = 2 << 20
 _RESET_PEAK = "5"  # what clear_refs wants in order to set VmHWM back to VmRSS (Linux, proc(5))
@@ -46,6 +48,23 @@ class PeakMeter(ABC):
     def level_bytes(self) -> int:
         """What is held now."""
 
+    def quick_level_bytes(self) -> int:
+        """What is held now, read fast enough for the hot path; may be off by `wander_bytes`."""
+        return self.level_bytes()
+
+    def free_bytes(self) -> int | None:
+        """How much this process can still take: what the device has free, and what its allocator keeps. None: nobody
+        knows."""
+        return None
+
+    def ceiling_bytes(self, peak_bytes: int) -> int:
+        """How high peaks of this process may come, as things are: others keep what they hold.
+
+        Args:
+            peak_bytes: the highest so far.
+        """
+        return self.device_bytes()
+
     @abstractmethod
     def reserved_bytes(self) -> int:
         """What is held now plus what the allocator keeps for later: what others on the device cannot have."""
@@ -55,8 +74,11 @@ class PeakMeter(ABC):
         """Memory of the whole device. Ranks of one machine share it on CPU."""
 
 
-def peak_meter(device: torch.device | str) -> PeakMeter:
+def peak_meter(device: torch.device | str, sharers: int = 1) -> PeakMeter:
     """Makes the meter of a device.
+
+    Args:
+        sharers: processes of the job on this machine, among which its free main memory is divided.
 
     Raises:
         UnsupportedError: the device, or this system, has no figures to read.
@@ -65,7 +87,7 @@ def peak_meter(device: torch.device | str) -> PeakMeter:
     if device.type == "cuda":
         return CudaMeter(device)
     if device.type == "cpu":
-        return CpuMeter()
+        return CpuMeter(sharers=sharers)
     raise UnsupportedError(f"no memory figures are known for a {device.type} device; supported: cpu, cuda")
 
 
@@ -74,13 +96,16 @@ class CpuMeter(PeakMeter):
 
     Args:
         proc: where the proc file system is mounted.
+        sharers: processes that free memory is divided among.
 
     Raises:
         UnsupportedError: there is no proc file system, or it does not let the peak be reset.
     """
 
-    def __init__(self, proc: Path = _PROC) -> None:
+    def __init__(self, proc: Path = PROC, sharers: int = 1) -> None:
         self._proc = proc
+        self._host = HostMemory(proc)
+        self._sharers = sharers
         self.wander_bytes = WANDER_BYTES
         self.exact = started_tight()
         self.peak_bytes()
@@ -103,19 +128,27 @@ class CpuMeter(PeakMeter):
     def level_bytes(self) -> int:
         return self._status_bytes("VmRSS")
 
+    def quick_level_bytes(self) -> int:
+        # a fifth of the time that the text of `status` takes
+        with (self._proc / "self/statm").open("rb", buffering=0) as statm:
+            return int(statm.read(256).split()[1]) * _PAGE_BYTES
+
+    def free_bytes(self) -> int:
+        """This process's share of what the machine, or its control group, has left."""
+        return self._host.available_bytes() // self._sharers
+
+    def ceiling_bytes(self, peak_bytes: int) -> int:
+        return self.level_bytes() + self.free_bytes()
+
     def reserved_bytes(self) -> int:
         return self.level_bytes()
 
     def device_bytes(self) -> int:
         """Memory of the machine, or of the control group where that is less."""
-        machine = self._kib_field(self._proc / "meminfo", "MemTotal")
-        limits = [_limit_bytes(path) for path in _CGROUP_LIMITS]
-        return min([machine, *(limit for limit in limits if limit is not None)])
+        return self._host.total_bytes()
 
     def _status_bytes(self, field: str) -> int:
-        return self._kib_field(self._proc / "self/status", field)
-
-    def _kib_field(self, path: Path, field: str) -> int:
+        path = self._proc / "self/status"
         try:
             text = path.read_text(encoding="ascii", errors="replace")
         except OSError as error:
@@ -164,19 +197,22 @@ class CudaMeter(PeakMeter):
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free - self.reserved_bytes()
 
+    def quick_level_bytes(self) -> int:
+        # a counter of the host's; `memory_allocated` would sort and flatten all others as well
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
+
+    def free_bytes(self) -> int:
+        """What the device has free, and what the allocator keeps of what was freed. Asks the driver: once a microbatch,
+        not once a unit."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + self.reserved_bytes() - self.level_bytes()
+
+    def ceiling_bytes(self, peak_bytes: int) -> int:
+        """The device without what others hold, and without what the allocator keeps beyond all that was ever used."""
+        unused = max(0, self.reserved_bytes() - peak_bytes)
+        return self.device_bytes() - self.others_bytes() - unused
+
     def device_bytes(self) -> int:
         total: int = torch.cuda.get_device_properties(self._device).total_memory
         return total
-
-
-#: Memory limit of the process's control group, version 2 and version 1.
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-
-def _limit_bytes(path: Path) -> int | None:
-    """A control group's limit. None where there is no such group, or no limit ("max")."""
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None

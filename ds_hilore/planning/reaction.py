@@ -8,12 +8,12 @@ allow, and gives memory back by replaying what saves least per byte.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from ds_hilore.core.types import Plan, Solver
+from ds_hilore.core.types import Plan, Solver, UnitId
 from ds_hilore.planning.greedy import repair
 from ds_hilore.planning.options import REPLAY, Option
-from ds_hilore.planning.problem import RISK_TOLERANCE, Infeasible, Problem, evaluate_picked, make_plan_of
+from ds_hilore.planning.problem import RISK_TOLERANCE, Infeasible, Problem, evaluate_picked, make_plan_of, pick
 from ds_hilore.planning.rows import Rows
 
 #: Places of options, one a unit in forward order.
@@ -56,6 +56,17 @@ def react(problem: Problem, points: Sequence[Places], steps: Iterable[tuple[int,
     return repair(problem, Plan(choice=dict(zip(units, [option.name for option in best]))))
 
 
+def replay_later(problem: Problem, choice: Mapping[UnitId, str], first: int) -> dict[UnitId, str]:
+    """Gives `choice` with units from position `first` on replayed, those first that save least per byte, until the
+    rows of `problem` hold; all of them where that is not enough."""
+    picked = pick(problem, choice)
+    lighter = _lighter(problem, picked, first)
+    if lighter is None:
+        later = list(zip(problem.options, picked))[first:]
+        lighter = picked[:first] + [next((o for o in options if o.name == REPLAY), now) for options, now in later]
+    return {unit.unit: option.name for unit, option in zip(problem.units, lighter)}
+
+
 def _exact(options: Sequence[Option], option: Option) -> Option:
     """The option, or R where it has come to cost risk: a unit foreseen to be exposed to nothing may be after all."""
     if option.risk_cost == 0:
@@ -91,15 +102,16 @@ def _bolder(picked: Sequence[Option], steps: Sequence[tuple[int, Option]], limit
     return bolder if _risk(bolder) <= limit else list(picked)
 
 
-def _lighter(problem: Problem, picked: Sequence[Option]) -> list[Option] | None:
-    """Replays units, those first that save least per byte they hold, until the rows hold; then puts back what fits.
+def _lighter(problem: Problem, picked: Sequence[Option], first: int = 0) -> list[Option] | None:
+    """Replays units from position `first` on, those first that save least per byte they hold, until the rows hold; then
+    puts back what fits.
 
     None if replaying all of them is not enough, or replays themselves are what does not fit.
     """
     replays = [next((option for option in options if option.name == REPLAY), None) for options in problem.options]
     order: list[tuple[float, int]] = []
     for position, (option, replay) in enumerate(zip(picked, replays)):
-        if replay is not None and option.name != REPLAY:
+        if position >= first and replay is not None and option.name != REPLAY:
             freed = max(1, option.backward_held_bytes - replay.backward_held_bytes)
             order.append(((option.seconds - replay.seconds) / freed, position))
     order.sort()  # of equals the earlier unit is replayed first (T2 of ties.py)

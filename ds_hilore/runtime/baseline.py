@@ -24,7 +24,7 @@ class BaselineMeter:
         self._phases: list[PhasePeaks] = []
         self._peak = 0
         self._shape: Shape | None = None
-        self._floor = self._settled = 0
+        self._floor = self._settled = self._ran = self._ceiling = 0
         self._forward = 0
         self._loss = 0
         self._settings = ExitStack()
@@ -42,12 +42,13 @@ class BaselineMeter:
         self._shape = shape
         self._meter.reset()
         self._floor = self._meter.level_bytes()
-        self._forward = 0
+        self._forward = self._ran = 0
 
     def unit_ran(self) -> None:
         """A unit's forward is over: what comes after the last one is the loss's."""
         if self._shape is not None:
             self._forward = self._meter.peak_bytes()
+            self._ran = self._meter.level_bytes()
 
     def backward_begins(self) -> None:
         """The final plan was just applied."""
@@ -62,7 +63,8 @@ class BaselineMeter:
         if self._shape is None:
             return
         backward = self._meter.peak_bytes()
-        self._phases.append(PhasePeaks(self._shape, self._forward, self._loss, backward, self._floor, self._settled))
+        levels = self._floor, self._settled, self._ran
+        self._phases.append(PhasePeaks(self._shape, self._forward, self._loss, backward, *levels))
         self._peak = max(self._peak, self._forward, self._loss, backward)
         self._shape = None
         self._meter.reset()
@@ -71,6 +73,7 @@ class BaselineMeter:
         """The optimizer has stepped."""
         if self._phases and not self.complete:
             self._peak = max(self._peak, self._meter.peak_bytes())
+            self._ceiling = self._meter.ceiling_bytes(self._peak)
             self.complete = True
             self._settings.close()
 
@@ -90,4 +93,4 @@ class BaselineMeter:
         """
         if not self.complete:
             raise UsageError("the all-R peak is not known yet: it is that of the second update")
-        return Baseline(self._peak, tuple(self._phases), self._meter.device_bytes())
+        return Baseline(self._peak, tuple(self._phases), self._meter.device_bytes(), self._ceiling)

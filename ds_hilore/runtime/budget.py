@@ -14,12 +14,12 @@ from ds_hilore.core.types import Action, Plan, Shape, Solver, UnitId, UnitProfil
 from ds_hilore.memory.base import BaseBytes, BaseObservation
 from ds_hilore.planning.background import BackgroundPlanner
 from ds_hilore.planning.frontier import Frontier, Prepared, first_frontier, gap
-from ds_hilore.planning.options import REPLAY, device_bytes
 from ds_hilore.planning.paper import PaperFrontier, PaperPrepared, paper_frontier
 from ds_hilore.planning.problem import Infeasible, Problem, Row, evaluate
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.planning.refine import refine_apart
 from ds_hilore.profiling.pruned import Pruned
+from ds_hilore.runtime.pressure import NOISE_BYTES, Levels, Pressure, held_bytes, pressure
 from ds_hilore.runtime.risk import RiskNow
 
 _log = logging.getLogger(__name__)
@@ -35,15 +35,20 @@ class PhasePeaks:
     backward: int
     floor: int = 0  # level before the forward
     settled: int = 0  # level when backward begins
+    ran: int = 0  # level when the last unit has run; 0: not known
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What an all-R update needs on this rank. `peak_bytes` is "1.0x": all microbatches and the optimizer step."""
+    """What an all-R update needs on this rank. `peak_bytes` is "1.0x": all microbatches and the optimizer step.
+
+    `ceiling_bytes`: how high a peak may come beside what others hold on the device; None: as high as the device is.
+    """
 
     peak_bytes: int
     phases: tuple[PhasePeaks, ...]
     device_bytes: int
+    ceiling_bytes: int | None = None
 
 
 #: What plans are made for: a budget in bytes, a shape class, how replays are pruned.
@@ -58,11 +63,14 @@ class RankPlanner:
     Args:
         solver: of the programme; GREEDY: none. DYNAMIC: the planner of `paper` mode, whose risks add up as they are.
         room_bytes: what plans leave free where they can, because one and the same plan's peak wanders by as much.
+
+    Attributes:
+        margin_bytes: what they leave free besides, since it was missing (guard.py).
     """
 
     def __init__(self, budget: MemoryBudget, solver: Solver, limits: SolverLimits, room_bytes: int = 0) -> None:
         self._room = room_bytes
-        self._margin = 0
+        self.margin_bytes = 0
         self.budget = budget
         self.budget_bytes = 0
         self.infeasible: Infeasible | None = None
@@ -88,7 +96,7 @@ class RankPlanner:
             in_flight: microbatches whose state is held at once.
         """
         self._in_flight = in_flight
-        self.budget_bytes = self.budget.bytes_on(baseline.device_bytes, baseline.peak_bytes)
+        self.budget_bytes = self.budget.bytes_on(baseline.device_bytes, baseline.peak_bytes, baseline.ceiling_bytes)
         self._observed = [_observation(phase, profiles[phase.shape], {}, in_flight) for phase in baseline.phases]
         self._refit()
 
@@ -103,9 +111,11 @@ class RankPlanner:
         found = _observation(peaks, profiles, choice, self._in_flight)
         foreseen = dict(zip(("forward", "loss", "backward"), self._base.at(peaks.shape)))
         seen = {row: getattr(found, row) for row in foreseen if getattr(peaks, row)}
-        if any(count > foreseen[row] + NOISE_BYTES for row, count in seen.items()):
-            self._observed = _most_telling([*self._observed, replace(found, **(foreseen | seen))])
-            self._refit()
+        risen = max((count - foreseen[row] for row, count in seen.items()), default=0)
+        if risen > NOISE_BYTES:
+            between = self._base.between_at(peaks.shape)
+            self._observed = _most_telling([*self._observed, replace(found, **(foreseen | seen), between=between)])
+            self._refit(risen)
 
     def note_floor(self, level_bytes: int) -> None:
         """What is held before the forward of a planned microbatch. Where that has grown since the first updates
@@ -113,15 +123,18 @@ class RankPlanner:
         risen = level_bytes - self._base.floor
         if risen > NOISE_BYTES:
             self._observed = [found.raised(risen) for found in self._observed]
-            self._refit()
+            self._refit(risen)
 
-    def leave_room(self, count: int) -> None:
+    def leave_room(self, margin_bytes: int) -> None:
         """Plans from now on leave so many bytes free, as far as replaying everything does."""
-        if count != self._margin:
-            self._margin = count
+        margin_bytes = min(margin_bytes, self.budget_bytes)
+        if margin_bytes != self.margin_bytes:
+            self.margin_bytes = margin_bytes
             self.replan()
 
-    def _refit(self) -> None:
+    def _refit(self, risen: int = 0) -> None:
+        """`risen`: by how much a base was too low, which need no longer be left free besides."""
+        self.margin_bytes = max(0, self.margin_bytes - risen)
         self._base = BaseBytes.fit(self._observed)
         self.replan()
 
@@ -178,32 +191,56 @@ class RankPlanner:
         row: Prepared | PaperPrepared,
         level_bytes: int | None = None,
         risk: RiskNow | None = None,
+        free_bytes: int | None = None,
     ) -> Plan:
         """The final plan from what `prepare` gave, once forward and loss are over.
 
         Args:
             level_bytes: what the device holds now; None where that cannot be read.
             risk: what may be approximate; None: nothing may.
+            free_bytes: what can still be had from the device now; None where that cannot be read.
 
         Returns:
             The prepared plan itself where all of it is exact and no more is held than was foreseen, or the plan leaves
             room for it; else what risk allows, with units replayed, as many as it takes (all, if need be).
         """
-        problem = row.problem
-        excess = 0 if level_bytes is None else level_bytes - self._base.settled_at(shape) - _held(problem, row.plan)
-        excess = excess if excess > NOISE_BYTES else 0
-        if not excess and row.plan.risk == 0:
+        known = self._pressure(shape, row, level_bytes, free_bytes)
+        if known is None and row.plan.risk == 0:
             return row.plan
         decided = row.decide_in(
-            problem.now(
+            row.problem.now(
                 risk_budget=0.0 if risk is None else risk.budget,
                 exposures=None if risk is None else risk.exposures,
-                base_backward_bytes=problem.base_backward_bytes + excess,
+                budget_bytes=None if known is None else known.budget_bytes,
+                base_backward_bytes=None if known is None else known.base_backward_bytes,
             )
         )
         if isinstance(decided, Infeasible):
-            return all_units([unit.unit for unit in problem.units], Action.RECOMPUTE)
+            return all_units([unit.unit for unit in row.problem.units], Action.RECOMPUTE)
         return decided
+
+    def shortage(
+        self, shape: Shape, row: Prepared | PaperPrepared, level_bytes: int | None, free_bytes: int | None
+    ) -> int:
+        """Bytes by which the backward of the prepared plan would need more than there is; arguments of `decide`."""
+        known = self._pressure(shape, row, level_bytes, free_bytes)
+        return 0 if known is None else known.shortage(row.problem, row.plan)
+
+    def _pressure(
+        self, shape: Shape, row: Prepared | PaperPrepared, level_bytes: int | None, free_bytes: int | None
+    ) -> Pressure | None:
+        foreseen = self._base.settled_at(shape) + held_bytes(row.problem, row.plan)
+        levels = Levels(foreseen, level_bytes, free_bytes)
+        return pressure(row.problem, row.plan, levels, self.free_budget_bytes)
+
+    @property
+    def free_budget_bytes(self) -> int:
+        """What an update may use once it runs: the margin of plans is for this."""
+        return self.budget_bytes - self._room
+
+    def level_between(self, shape: Shape) -> int:
+        """What is to be there between two units of a forward, units' part aside."""
+        return self._base.between_at(shape)
 
     def _frontier(
         self, shape: Shape, profiles: tuple[UnitProfile, ...], pruning: Pruned | None = None
@@ -233,12 +270,12 @@ class RankPlanner:
         base = self._base.at(key[1])
         first = paper_frontier if self._paper else first_frontier
         problem = _problem(
-            profiles, max(0, self.budget_bytes - self._room - self._margin), base, self._in_flight, self._paper
+            profiles, max(0, self.budget_bytes - self._room - self.margin_bytes), base, self._in_flight, self._paper
         )
         found = first(problem)
         if isinstance(found, Infeasible):
             # without that room; where it was missed before, with as much of it as there can be
-            least = min(self.budget_bytes, found.min_bytes) if self._margin else self.budget_bytes
+            least = min(self.budget_bytes, found.min_bytes) if self.margin_bytes else self.budget_bytes
             problem = _problem(profiles, least, base, self._in_flight, self._paper)
             found = first(problem)
         self._problems[key] = problem
@@ -268,8 +305,6 @@ class RankPlanner:
             self._background.close(timeout_s=0.1)
 
 
-#: Peaks that differ by less are the same: pages, the allocator's rounding, what the interpreter holds.
-NOISE_BYTES = 1 << 20
 #: Observations that a base is fitted to.
 MAX_OBSERVED = 16
 
@@ -287,12 +322,9 @@ def _observation(
         peaks.loss - units[Row.LOSS],
         peaks.backward - units[Row.BACKWARD],
         peaks.settled - units[Row.LOSS],
+        # at most: what is there at the loss is more
+        (peaks.ran or max(peaks.forward, peaks.settled)) - units[Row.LOSS],
     )
-
-
-def _held(problem: Problem, plan: Plan) -> int:
-    """Device bytes that the units keep until their backward."""
-    return sum(device_bytes(unit.variant(plan.choice.get(unit.unit, REPLAY))) for unit in problem.units)
 
 
 def _most_telling(observed: list[BaseObservation]) -> list[BaseObservation]:
@@ -301,7 +333,8 @@ def _most_telling(observed: list[BaseObservation]) -> list[BaseObservation]:
     for found in observed:
         known = highest.pop(found.tokens, found)
         rows = (
-            max(getattr(known, row), getattr(found, row)) for row in ("floor", "forward", "loss", "backward", "settled")
+            max(getattr(known, row), getattr(found, row))
+            for row in ("floor", "forward", "loss", "backward", "settled", "between")
         )
         highest[found.tokens] = BaseObservation(found.tokens, *rows)
     return list(highest.values())[-MAX_OBSERVED:]

@@ -63,9 +63,9 @@ class Controller:
         self.context.encodable = parts.techniques.encodable
         self.context.settle = self.settle
         self.pruner = Pruner(parts.roles, parts.rank)
-        self.guard = Guard(parts.planner, self.context, lambda: self.microbatch)
+        self.guard = Guard(parts.planner, parts.meter, self.context, lambda: self.microbatch)
         self.events: Sequence[GuardEvent] = self.guard.events
-        self.learning = Learning(parts, self.context)
+        self.learning = Learning(parts, self.context, self.guard)
         self._forced: Plan | None = None
         self._bypass = Bypass.NONE
         self._host_checkpoint: Checkpoint | None = None
@@ -200,6 +200,7 @@ class Controller:
         batch = self.microbatch
         unit = UnitId(name, batch.counts[name])
         batch.counts[name] += 1
+        self.guard.levels.before(unit)
         replay_only = self.parts.replay_only(module)
         treatment = REPLAYED if replay_only else treatment_of(batch.plan, unit)
         if batch.prunes and treatment.action is Action.RECOMPUTE and not replay_only:
@@ -326,9 +327,9 @@ class Controller:
 
     def _finish_microbatch(self) -> None:
         if self.phase is Phase.BACKWARD:
+            self.guard.end_microbatch()
             self.learning.end(self.microbatch)
             self.pruner.end(self.microbatch)
-            self.guard.end_microbatch()
         self.microbatch.phase = Phase.IDLE
         self.context.settled = True
         self.learning.quiet()

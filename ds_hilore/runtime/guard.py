@@ -2,7 +2,7 @@
 
 Three defences, each this rank's alone (ranks need not agree on who replays what, design fact 1):
 
-    FORWARD     more is held between two units than was foreseen: units that come later are replayed (watch.py)
+    FORWARD     more is held between two units than was foreseen: units that come later are replayed (levels.py)
     BACKWARD    backward needs more than there is by now: stored and encoded units are dropped to replays (learning.py)
     ALLOCATION  an allocation failed inside a decode or replay: units not used yet are dropped, and it is done again
 
@@ -21,9 +21,11 @@ from enum import Enum
 
 from ds_hilore.core.errors import MemoryExhausted
 from ds_hilore.core.types import Action, Plan, UnitId
+from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.memory.refused import refused_bytes
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall
 from ds_hilore.runtime.budget import RankPlanner
+from ds_hilore.runtime.levels import LevelWatch
 from ds_hilore.runtime.microbatch import Microbatch
 
 _log = logging.getLogger(__name__)
@@ -79,10 +81,13 @@ class Guard:
     Attributes:
         events: the newest ones, oldest first.
         counts: events so far by defence.
+        levels: the watch of forwards.
         replays_everything: the update that runs, or runs again, follows a failure: nothing is stored in it.
     """
 
-    def __init__(self, planner: RankPlanner, context: RecoveryContext, batch: Callable[[], Microbatch]) -> None:
+    def __init__(
+        self, planner: RankPlanner, meter: PeakMeter, context: RecoveryContext, batch: Callable[[], Microbatch]
+    ) -> None:
         self.events: deque[GuardEvent] = deque(maxlen=EVENTS_KEPT)
         self.counts: Counter[Defence] = Counter()
         self.replays_everything = False
@@ -91,21 +96,23 @@ class Guard:
         self._rank = context.rank
         self._batch = batch
         context.relieve = self.relieve
+        self.levels = LevelWatch(meter, planner, self._forward_short)
         self._update = 0
-        self._room = 0  # that plans leave
         self._missing = 0  # most that was missing at once in the microbatch in hand
         self._freed = 0  # by the newest relief of the backward in hand
         self._calm_updates = 0
 
     # -- defences --------------------------------------------------------------------------------------------------
 
-    def forward_short(self, unit: UnitId, short_bytes: int, before: Plan, after: Plan) -> None:
+    def _forward_short(self, unit: UnitId, short_bytes: int, before: Plan, after: Plan) -> None:
         """`after` replays units from `unit` on that `before` would have stored."""
         self._note(GuardEvent(Defence.FORWARD, self._update, self._rank, unit, short_bytes, _dropped(before, after)))
 
     def backward_short(self, short_bytes: int, before: Plan, after: Plan) -> None:
         """Backward goes by `after`, since `before` would have needed that much more than there is."""
-        self._note(GuardEvent(Defence.BACKWARD, self._update, self._rank, None, short_bytes, _dropped(before, after)))
+        dropped = _dropped(before, after)
+        if dropped:
+            self._note(GuardEvent(Defence.BACKWARD, self._update, self._rank, None, short_bytes, dropped))
 
     def relieve(self, call: UnitCall, error: Exception) -> bool:
         """An exception came out of a decode or replay of `call` (R10).
@@ -180,28 +187,28 @@ class Guard:
     def end_microbatch(self) -> None:
         """Its backward is over, or was given up: the next plan leaves the room that was missing in this one."""
         self._context.at_work = None
+        self.levels.end()
         self._freed = 0
         self._leave_room()
 
     def _leave_room(self) -> None:
         if self._missing:
-            self._room += self._missing
+            self._planner.leave_room(self._planner.margin_bytes + self._missing)
             self._missing = 0
-            self._planner.leave_room(self._room)
 
     def end_update(self) -> None:
         """The optimizer has stepped."""
         self._update += 1
         self.replays_everything = False
         self._calm_updates += 1
-        if self._room and self._calm_updates % CALM_UPDATES == 0:
-            self._room = self._room // 2 if self._room >= 2 * LEAST_ROOM_BYTES else 0
-            self._planner.leave_room(self._room)
+        room = self._planner.margin_bytes
+        if room and self._calm_updates % CALM_UPDATES == 0:
+            self._planner.leave_room(room // 2 if room >= 2 * LEAST_ROOM_BYTES else 0)
 
     def metrics(self) -> Mapping[str, float]:
         """Events so far by defence, and the room that plans leave for their sake."""
         return {f"guard_{defence.value}": self.counts[defence] for defence in Defence} | {
-            "guard_room_bytes": self._room
+            "guard_room_bytes": self._planner.margin_bytes
         }
 
 

@@ -29,6 +29,7 @@ from ds_hilore.recovery.unit import RecoveryContext
 from ds_hilore.runtime.baseline import BaselineMeter
 from ds_hilore.runtime.budget import all_units, loss_leads
 from ds_hilore.runtime.forecast import Forecast
+from ds_hilore.runtime.guard import Guard
 from ds_hilore.runtime.microbatch import Microbatch, footprints
 from ds_hilore.runtime.parts import ControllerParts, Stage
 from ds_hilore.runtime.risk import Exposed, RiskKeeper, read
@@ -53,7 +54,7 @@ class Learning:
         exposed: coefficients of the newest microbatch, where compression is allowed and a loss told them.
     """
 
-    def __init__(self, parts: ControllerParts, context: RecoveryContext) -> None:
+    def __init__(self, parts: ControllerParts, context: RecoveryContext, guard: Guard) -> None:
         self.stage = Stage.MEASURE_R
         self.measurements = Measurements(least_encoded_bytes=parts.techniques.least_encoded_bytes)
         self.in_flight = 1
@@ -65,6 +66,7 @@ class Learning:
         self.exposed: Exposed | None = None
         self._parts = parts
         self._context = context
+        self._guard = guard
         self._watch = PeakWatch(parts.meter, parts.planner)
         self._trial = Trial(parts.clock, self.measurements, parts.trial_microbatches)
         self._sampler = Sampler(parts.clock, self.measurements, parts.codecs)
@@ -191,6 +193,7 @@ class Learning:
             self._trial.begin(shape)
         elif self.stage is Stage.PLANNED and self.in_flight <= 1 and not batch.prunes:
             self._watch.begin(shape)
+            self._guard.levels.begin(batch, self._parts.planner.planning_shape(shape))
 
     def around(self, unit: UnitId, treatment: Treatment, inputs: UnitInputs) -> AbstractContextManager[None]:
         """Around the forward of a unit."""
@@ -238,7 +241,11 @@ class Learning:
             return batch.plan
         units = [unit.unit for unit in row.problem.units]
         now = None if exposed is None or self._stays_exact else self.risk.decide(exposed, units)
-        decided = self._parts.planner.decide(self._parts.planner.planning_shape(batch.shape), row, level, now)
+        planner, free = self._parts.planner, self._parts.meter.free_bytes()
+        size = planner.planning_shape(batch.shape)
+        decided = planner.decide(size, row, level, now, free)
+        if decided is not row.plan and (short := planner.shortage(size, row, level, free)):
+            self._guard.backward_short(short, row.plan, decided)
         if exposed is None or now is None:
             self.risk.pass_by(exposed)
         else:

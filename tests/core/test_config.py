@@ -114,7 +114,7 @@ WRONG: list[tuple[Any, tuple[str, ...]]] = [
     ({"something": 1}, ("hilore.something", "unknown key", "memory_budget")),
     ({"enabled": "false"}, ("hilore.enabled = 'false'", "boolean")),
     ({"enabled": 0}, ("hilore.enabled = 0", "boolean")),
-    ({"memory_budget": "auto"}, ("hilore.memory_budget = 'auto'", "budget guard", "1.10x")),
+    ({"memory_budget": "atuo"}, ("hilore.memory_budget = 'atuo'", '"auto"', '"free"', "1.10x")),
     ({"memory_budget": "0.9x"}, ("hilore.memory_budget = '0.9x'", "1.0x")),
     ({"memory_budget": "36 gigs"}, ("hilore.memory_budget = '36 gigs'", "GiB")),
     ({"memory_budget": 1.2}, ("hilore.memory_budget = 1.2", '"1.2x"')),

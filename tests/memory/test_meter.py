@@ -121,6 +121,21 @@ def test_the_device_is_larger_than_what_is_held() -> None:
     assert meter.peak_bytes() < meter.device_bytes()
 
 
+def test_the_quick_level_is_the_level() -> None:
+    meter = peak_meter("cpu")
+    assert meter.quick_level_bytes() == pytest.approx(meter.level_bytes(), abs=meter.wander_bytes)
+    kept = filled(SIZE)
+    assert meter.quick_level_bytes() == pytest.approx(meter.level_bytes(), abs=meter.wander_bytes)
+    del kept
+
+
+def test_what_is_free_is_shared_among_ranks() -> None:
+    alone, shared = peak_meter("cpu"), peak_meter("cpu", sharers=4)
+    free = alone.free_bytes()
+    assert free is not None and shared.free_bytes() == pytest.approx(free / 4, rel=0.5)
+    assert shared.level_bytes() < shared.ceiling_bytes(0) < alone.device_bytes()
+
+
 def test_no_proc_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="needs Linux with /proc mounted"):
         CpuMeter(proc=tmp_path)

@@ -177,7 +177,8 @@ def test_events_are_bounded() -> None:
 def test_a_room_that_nothing_fits_in_still_gives_a_plan() -> None:
     """All-R is the least there is; no more than that is stored."""
     rig = learnt()
-    rig.controller.parts.planner.leave_room(100 * MUCH)
+    made = rig.controller.parts.planner
+    made.leave_room(100 * MUCH)
     rig.update()
     assert rig.actions == "RRR"
     assert rig.controller.parts.planner.infeasible is None
