@@ -50,11 +50,12 @@ from ds_hilore.integration.zero3 import leaf_units
 from ds_hilore.memory.meter import peak_meter
 from ds_hilore.objective.reach import Reach
 from ds_hilore.planning.program import SolverLimits
+from ds_hilore.profiling.calibration_layout import Progress
 from ds_hilore.profiling.clock import clock_for
 from ds_hilore.profiling.cost_model import DeviceSpeed
-from ds_hilore.profiling.layout import StoredProfile
+from ds_hilore.profiling.layout import Fingerprint, StoredProfile
 from ds_hilore.profiling.measure import UnitRates
-from ds_hilore.profiling.store import ProfileStore
+from ds_hilore.profiling.store import CalibrationStore, ProfileStore
 from ds_hilore.profiling.variants import FIRST
 from ds_hilore.recovery.encoded import LargestOf
 from ds_hilore.runtime.budget import RankPlanner
@@ -184,6 +185,7 @@ def attach(
         if config.compresses:
             rules = CheckRules(config.profile.calibration_microbatches, config.profile.audit_interval)
             host.checks = GradientChecks(engine, controller, plane, rules)
+            _keep_calibration(engine, config, host.checks, plane.rank)
         host.apply()
         on_failure.pop_all()
     _say_start(engine, config, units, notes or [], plane.rank)
@@ -210,18 +212,35 @@ def _keep_profile(engine: Any, config: HiLoReConfig, controller: Controller, ran
     for all that measure the same."""
     if config.profile.path is None:
         return
-    key = profile_fingerprint(
+    stage = getattr(engine, "stage_id", None)  # of a pipeline
+    key = _profile_key(engine, config)
+    store = ProfileStore(config.profile.path, key, "all" if stage is None else f"stage{stage}")
+    controller.learning.known = isinstance(store.restore(controller.measurements), StoredProfile)
+    if rank == 0 or stage:
+        controller.learning.learnt = store.save
+
+
+def _keep_calibration(engine: Any, config: HiLoReConfig, checks: GradientChecks, rank: int) -> None:
+    """Calibration goes on where an earlier run of this setting was, and is stored by each rank for itself."""
+    if config.profile.path is None:
+        return
+    store = CalibrationStore(config.profile.path, _profile_key(engine, config), rank)
+    found = store.load()
+    checks.go_on(found if isinstance(found, Progress) else None, store.save)
+
+
+def _profile_key(engine: Any, config: HiLoReConfig) -> Fingerprint:
+    tried = ", ".join(config.codecs) if config.compresses else "exact"
+    if config.mode is Mode.PAPER:
+        tried = f"paper {tried} {config.paper.least_tensor_bytes} {' '.join(config.paper.dtypes)}"
+    return profile_fingerprint(
         engine.module,
         zero_stage=engine.zero_optimization_stage(),
         world_size=engine.world_size,
         loss_path="any",  # the loss is no unit
         device=torch.device(engine.device),
+        state=tried,
     )
-    stage = getattr(engine, "stage_id", None)  # of a pipeline
-    store = ProfileStore(config.profile.path, key, "all" if stage is None else f"stage{stage}")
-    controller.learning.known = isinstance(store.restore(controller.measurements), StoredProfile)
-    if rank == 0 or stage:
-        controller.learning.learnt = store.save
 
 
 def _agreed_plane(model: nn.Module, config: HiLoReConfig, ds: Mapping[str, Any], units: Units) -> ControlPlane:

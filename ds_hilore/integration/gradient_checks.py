@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from ds_hilore.integration.exact_gradient import averaged
 from ds_hilore.integration.gradient_scale import loss_scale
 from ds_hilore.integration.held_out import Judging
 from ds_hilore.profiling.calibrate import Calibration, Intervention, Observation
+from ds_hilore.profiling.calibration_layout import Progress
 from ds_hilore.profiling.held_out import MICROBATCHES, HeldOut, Outcome
 from ds_hilore.profiling.variants import components, compressions
 from ds_hilore.recovery.encoded import Statistic
@@ -85,6 +86,7 @@ class GradientChecks:
         self._done = rules.microbatches == 0
         self._compresses = False  # plans may, for all that the checks have found
         self._judging: Judging | None = None  # once slopes are fitted
+        self._keep: Callable[[Progress], object] = lambda progress: None
         self._pairs: dict[str, dict[tuple[str, str], tuple[tuple[str, str], ...]]] = {}  # by unit class and component
         self._skipped = 0  # microbatches in a row that could not calibrate
         self._taken: list[Recorded] = []
@@ -92,6 +94,34 @@ class GradientChecks:
         self._backwards = 0  # of the update, through the engine
         self._audit: _Audited | None = None
         self._elsewhere = False  # some backwards do not come through the engine
+
+    def go_on(self, found: Progress | None, keep: Callable[[Progress], object]) -> None:
+        """Goes on where an earlier run of this setting was; every rank is here. Where ranks do not know of the same
+        point (a file is gone, or not fit to be read) all calibrate anew.
+
+        Args:
+            found: None: this rank knows of none.
+            keep: told where calibration is, whenever that changes.
+        """
+        self._keep = keep
+        points = self._plane.exchange("stored calibration", None if found is None else found.point)
+        if found is None:
+            return
+        if any(point != found.point for point in points):
+            said = "hilore (rank %d): the stored calibration is not used, it is made anew: ranks were at %s"
+            _log.warning(said, self._plane.rank, points)
+            return
+        self.calibration, self._microbatches = found.calibration, found.microbatches
+        self._controller.learning.risk.correction = 1.0 / self.calibration.coherence
+        if found.accepted:
+            self._controller.learning.use_calibration(self.calibration)
+            self._finish("")
+        elif found.fitted:
+            self._fitted()
+
+    def _store(self) -> None:
+        fitted = self._done or self._judging is not None
+        self._keep(Progress(self.calibration, self._microbatches, fitted, self._compresses))
 
     # -- when ------------------------------------------------------------------------------------------------------
 
@@ -183,12 +213,17 @@ class GradientChecks:
         self.calibration.cost.update_seconds = learning.update_seconds
         self.calibration.cost.note(time.perf_counter() - started, passes + 1)
         if self._microbatches >= self._rules.microbatches or passes == 0:
-            learning.use_calibration(self.calibration)
-            if learning.risk.rules.linear:  # mode paper has none of what follows
-                self._finish("")
-                return
-            held_out = HeldOut(self.calibration, min(MICROBATCHES, self._rules.microbatches))
-            self._judging = Judging(self._controller, self._plane, held_out, self._error)
+            self._fitted()
+        self._store()
+
+    def _fitted(self) -> None:
+        """Slopes are known."""
+        self._controller.learning.use_calibration(self.calibration)
+        if self._controller.learning.risk.rules.linear:  # mode paper has none of what follows
+            self._finish("")
+            return
+        held_out = HeldOut(self.calibration, min(MICROBATCHES, self._rules.microbatches))
+        self._judging = Judging(self._controller, self._plane, held_out, self._error)
 
     def _judge(self, recorded: Recorded, judging: Judging) -> None:
         learning, shape = self._controller.learning, self._controller.microbatch.shape
@@ -199,6 +234,8 @@ class GradientChecks:
             learning.use_calibration(self.calibration)  # its slopes were raised
         elif outcome is not None:
             self._finish("" if outcome is Outcome.HOLDS else str(judging.held_out))
+        if not self._done:
+            self._store()
 
     def _skip(self) -> None:
         self._skipped += 1
@@ -256,7 +293,12 @@ class GradientChecks:
             if self._judging is not None:
                 _log.info("hilore: %s", self._judging.held_out)
         learning = self._controller.learning
-        learning.refuse(refused) if refused else learning.accept()
+        if refused:
+            learning.refuse(refused)
+            self._keep(Progress())  # the next run may have better luck
+        else:
+            learning.accept()
+            self._store()
 
     # -- audits ----------------------------------------------------------------------------------------------------
 
@@ -313,6 +355,7 @@ class GradientChecks:
             audit = Audit(self._controller.update, rules.risk(cost) / norm, math.sqrt(square) / norm)
             self.audits.append(audit)
             self.calibration.note_audit(audit.predicted, audit.measured)
+            self._store()
             self._controller.learning.risk.correction = 1.0 / self.calibration.coherence
             if self._plane.rank == 0:
                 said = "hilore: audit of update %d: error %.2e, predicted %.2e"

@@ -18,13 +18,14 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dty
 
 
 def profile_fingerprint(
-    model: nn.Module, *, zero_stage: int, world_size: int, loss_path: str, device: torch.device
+    model: nn.Module, *, zero_stage: int, world_size: int, loss_path: str, device: torch.device, state: str = "exact"
 ) -> Fingerprint:
     """Everything that decides a unit's bytes and seconds, as a profile is stored with it.
 
     Args:
         model: as it is trained, adapters included; under ZeRO-3 parameters may be partitioned.
         loss_path: "chunked" or "logits".
+        state: see `Fingerprint`.
     """
     shapes = [(name, list(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()]
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -35,6 +36,7 @@ def profile_fingerprint(
         dtypes=_dtypes(model),
         attention=str(getattr(config, "_attn_implementation", None) or "own"),
         loss_path=loss_path,
+        state=state,
         zero_stage=zero_stage,
         world_size=world_size,
         device=_device_name(device),

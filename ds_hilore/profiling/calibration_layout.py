@@ -1,13 +1,14 @@
 """A calibration as JSON: to be stored with the profile, and to go on from.
 
 Every number, text and list has a bound; what is not a finite number is stored as null, and disables its place again
-when it is read. `StoredCalibration` can be a field of a larger layout.
+when it is read.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -15,12 +16,10 @@ from pydantic import Field, model_validator
 from ds_hilore.core.types import UnitId
 from ds_hilore.profiling.calibrate import Calibration, Cost, Judgement, Observation, Place
 from ds_hilore.profiling.coherence import Coherence
-from ds_hilore.profiling.strict import Count, Strict, Text
-
-LARGEST = 1e18  # what is larger is no measurement
+from ds_hilore.profiling.layout import Fingerprint, StoredFingerprint
+from ds_hilore.profiling.strict import LARGEST, Amount, Count, Strict, Text
 
 Name = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
-Amount = Annotated[float, Field(ge=0, le=LARGEST)]
 Square = Annotated[float, Field(ge=0, le=Coherence.MEMORY * LARGEST**2 * 1.001)]
 
 
@@ -42,7 +41,7 @@ class StoredVisit(Strict):
         return UnitId(self.unit, self.call)
 
 
-class StoredObservation(StoredVisit):
+class StoredPass(StoredVisit):
     microbatch: Count
     exposure: Amount | None
     encoding_error: Amount | None
@@ -58,11 +57,15 @@ class StoredAsked(StoredVisit):
 
 
 class StoredJudgement(Strict):
-    unit: Text
+    unit: Text | None  # None: several together
     call: Count
     microbatch: Count
     predicted: Amount | None
     measured: Amount | None
+
+    def read(self) -> Judgement:
+        unit = None if self.unit is None else UnitId(self.unit, self.call)
+        return Judgement(unit, self.microbatch, _read(self.predicted), _read(self.measured))
 
 
 class StoredCost(Strict):
@@ -89,11 +92,12 @@ class StoredCoherence(Strict):
 class StoredCalibration(Strict):
     """A whole calibration. `format`: version of this layout, and of what its exposures mean (objective/reach.py)."""
 
-    format: Literal[2]
+    format: Literal[3]
     bands: Annotated[int, Field(ge=1, le=64)]
     cost: StoredCost
     audits: StoredCoherence
-    observations: Annotated[list[StoredObservation], Field(max_length=1 << 14)]
+    raised: Annotated[float, Field(ge=1, le=LARGEST)]
+    observations: Annotated[list[StoredPass], Field(max_length=1 << 14)]
     judgements: Annotated[list[StoredJudgement], Field(max_length=1 << 14)]
     asked: Annotated[list[StoredAsked], Field(max_length=1 << 14)]
 
@@ -112,16 +116,15 @@ class StoredCalibration(Strict):
         """What was learnt, as it is stored."""
         cost, audits = calibration.cost, calibration.audits
         return cls(
-            format=2,
+            format=3,
             bands=calibration.bands,
             cost=StoredCost(
                 seconds=cost.seconds, passes=cost.passes, slowest=cost.slowest, update_seconds=cost.update_seconds
             ),
             audits=StoredCoherence(measured=audits.measured, predicted=audits.predicted, weight=audits.weight),
-            observations=[_stored_observation(seen) for seen in calibration.observations],
-            judgements=[
-                _stored_judgement(judged.unit, judged) for judged in calibration.judgements if judged.unit is not None
-            ],
+            raised=calibration.raised,
+            observations=[_stored_pass(seen) for seen in calibration.observations],
+            judgements=[_stored_judgement(judged) for judged in calibration.judgements],
             asked=[
                 StoredAsked(**_visit(place, unit), times=times) for (place, unit), times in calibration.asked.items()
             ],
@@ -133,13 +136,67 @@ class StoredCalibration(Strict):
             bands=self.bands,
             cost=Cost(**self.cost.model_dump()),
             audits=Coherence(**self.audits.model_dump()),
+            raised=self.raised,
             observations=[seen.read() for seen in self.observations],
-            judgements=[
-                Judgement(UnitId(each.unit, each.call), each.microbatch, _read(each.predicted), _read(each.measured))
-                for each in self.judgements
-            ],
+            judgements=[each.read() for each in self.judgements],
             asked=Counter({(visit.place, visit.unit_id): visit.times for visit in self.asked}),
         )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a calibration is.
+
+    Args:
+        microbatches: that have fitted slopes.
+        fitted: no more of them will.
+        accepted: it is over, and plans may compress by it.
+    """
+
+    calibration: Calibration = field(default_factory=Calibration)
+    microbatches: int = 0
+    fitted: bool = False
+    accepted: bool = False
+
+    @property
+    def point(self) -> list[int | bool]:
+        """What all ranks must have in common to go on together."""
+        return [self.microbatches, self.fitted, self.accepted]
+
+
+class StoredProgress(Strict):
+    """A whole file: the calibration of one rank. `format`: version of this layout."""
+
+    format: Literal[1]
+    fingerprint: StoredFingerprint
+    microbatches: Count
+    fitted: bool
+    accepted: bool
+    calibration: StoredCalibration
+
+    @model_validator(mode="after")
+    def _in_order(self) -> StoredProgress:
+        if self.accepted and not self.fitted:
+            raise ValueError("accepted before it was fitted")
+        if any(seen.microbatch >= self.microbatches for seen in self.calibration.observations):
+            raise ValueError("more microbatches have fitted than were counted")
+        return self
+
+    @classmethod
+    def of(cls, progress: Progress, fingerprint: Fingerprint) -> StoredProgress:
+        """Where a calibration is, as it is stored."""
+        return cls(
+            format=1,
+            fingerprint=StoredFingerprint(**asdict(fingerprint)),
+            microbatches=progress.microbatches,
+            fitted=progress.fitted,
+            accepted=progress.accepted,
+            calibration=StoredCalibration.of(progress.calibration),
+        )
+
+    def read(self) -> Progress:
+        """A calibration that goes on where this one was stored."""
+        return Progress(self.calibration.read(), self.microbatches, self.fitted, self.accepted)
 
 
 def as_dict(calibration: Calibration) -> dict[str, Any]:
@@ -166,8 +223,8 @@ def _visit(place: Place, unit: UnitId) -> dict[str, Any]:
     }
 
 
-def _stored_observation(seen: Observation) -> StoredObservation:
-    return StoredObservation(
+def _stored_pass(seen: Observation) -> StoredPass:
+    return StoredPass(
         **_visit(seen.place, seen.unit),
         microbatch=seen.microbatch,
         exposure=_stored(seen.exposure),
@@ -176,10 +233,10 @@ def _stored_observation(seen: Observation) -> StoredObservation:
     )
 
 
-def _stored_judgement(unit: UnitId, judged: Judgement) -> StoredJudgement:
+def _stored_judgement(judged: Judgement) -> StoredJudgement:
     return StoredJudgement(
-        unit=unit.name,
-        call=unit.call,
+        unit=None if judged.unit is None else judged.unit.name,
+        call=0 if judged.unit is None else judged.unit.call,
         microbatch=judged.microbatch,
         predicted=_stored(judged.predicted),
         measured=_stored(judged.measured),

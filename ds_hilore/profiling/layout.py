@@ -14,10 +14,9 @@ from pydantic import Field, model_validator
 from ds_hilore.core.types import UnitId
 from ds_hilore.profiling.fit import BytesFit, Observation, Rate, SecondsFit
 from ds_hilore.profiling.measure import RECOMPUTE, ClassFits, Measurements, Relation
-from ds_hilore.profiling.strict import Count, Strict, Text
+from ds_hilore.profiling.strict import Amount, Count, Strict, Text
 from ds_hilore.profiling.variants import StateFits
 
-Amount = Annotated[float, Field(ge=0, le=1e18)]
 Size = Annotated[float, Field(ge=1, le=1e15)]
 
 
@@ -31,6 +30,7 @@ class Fingerprint:
         dtypes: of parameters and autocast, for example "bfloat16, adapters float32".
         attention: implementation, for example "sdpa".
         loss_path: "chunked" or "logits".
+        state: what of a unit's state was measured, for example "exact", or "bf16, int8": the codecs that were tried.
         device: name of the device, and its memory where that matters.
         torch, deepspeed, transformers, ds_hilore: versions, "" where not installed.
     """
@@ -40,6 +40,7 @@ class Fingerprint:
     dtypes: str
     attention: str
     loss_path: str
+    state: str
     zero_stage: int
     world_size: int
     device: str
@@ -63,6 +64,7 @@ class StoredFingerprint(Strict):
     dtypes: Text
     attention: Text
     loss_path: Text
+    state: Text
     zero_stage: Count
     world_size: Count
     device: Text
@@ -216,7 +218,7 @@ class StoredBaseline(Strict):
 class StoredProfile(Strict):
     """A whole file. `format`: version of this layout."""
 
-    format: Literal[2]
+    format: Literal[3]
     fingerprint: StoredFingerprint
     units: Annotated[list[StoredUnit], Field(max_length=4096)]
     classes: Annotated[dict[Text, StoredClass], Field(max_length=256)]
@@ -237,7 +239,7 @@ class StoredProfile(Strict):
     ) -> StoredProfile:
         """What was measured, as it is stored."""
         return cls(
-            format=2,
+            format=3,
             fingerprint=StoredFingerprint(**asdict(fingerprint)),
             units=[_stored_unit(measurements, unit, name) for unit, name in measurements.roster],
             classes={name: _stored_class(fits) for name, fits in measurements.classes.items()},

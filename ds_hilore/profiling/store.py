@@ -1,10 +1,11 @@
-"""The profile on disk: read again by the next run of the same setting, so that it need not measure.
+"""Profile and calibration on disk: read again by the next run of the same setting, which need not measure then.
 
-JSON, one file per model, trained set and class of ranks, in a folder. A file is an input like any other: it may be
+JSON, in a folder: one file per model, trained set, what of it was measured and class of ranks; for calibration, one per
+rank. A file is an input like any other: it may be
 stale, damaged, cut short, someone else's, or made to do harm. So it is read with a limit on its size, only if it is a
-plain file of this user's, checked field by field (layout.py), and compared with the fingerprint of the run. Whatever
-does not fit is `Refused` with a reason, said in one log line, and the profile is measured anew; no error leaves this
-module, neither on reading nor on writing.
+plain file of this user's, checked field by field (layout.py, calibration_layout.py), and compared with the fingerprint
+of the run. Whatever does not fit is `Refused` with a reason, said in one log line, and what it held is measured anew;
+no error leaves this module, neither on reading nor on writing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
+from ds_hilore.profiling.calibration_layout import Progress, StoredProgress
 from ds_hilore.profiling.layout import Fingerprint, StoredBaseline, StoredProfile, plain
 from ds_hilore.profiling.measure import Measurements
 
@@ -31,7 +35,7 @@ MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a stored profile is not used, or could not be written."""
+    """Why a stored file is not used, or could not be written."""
 
     path: Path
     reason: str
@@ -53,7 +57,53 @@ def folder_of(path: str | None) -> Path | None:
     return Path(cache or os.path.join(home, ".cache")) / "ds_hilore" / "profiles"
 
 
-class ProfileStore:
+Layout = TypeVar("Layout", StoredProfile, StoredProgress)
+
+
+class _File:
+    """One file of one setting."""
+
+    def __init__(self, path: str | None, fingerprint: Fingerprint, *parts: str) -> None:
+        self.fingerprint = fingerprint
+        folder = folder_of(path)
+        parts = (fingerprint.model, fingerprint.trained, fingerprint.state, *parts)
+        self.path = None if folder is None else folder / f"{'-'.join(_safe(part) for part in parts)}.json"
+
+    def _read(self, layout: type[Layout]) -> Layout | Refused | None:
+        """What is there, if it is of this setting; None where there is nothing."""
+        if self.path is None:
+            return None
+        try:
+            text = _content(self.path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            return Refused(self.path, f"cannot be read ({_said(error)})")
+        if isinstance(text, Refused):
+            return text
+        try:
+            found = layout.model_validate_json(text)
+        except ValidationError as error:
+            return Refused(self.path, f"is damaged or of another version ({_said(error)})")
+        except (ValueError, RecursionError, MemoryError) as error:
+            return Refused(self.path, f"holds nothing of ours ({type(error).__name__})")
+        different = self.fingerprint.differences(found.fingerprint.read())
+        return Refused(self.path, f"is of another setting; {'; '.join(different)}") if different else found
+
+    def _write(self, content: Callable[[], StoredProfile | StoredProgress]) -> Refused | None:
+        """Puts `content` in the place of the old file, whole or not at all. None: written, or there is no path."""
+        if self.path is None:
+            return None
+        try:
+            text = content().model_dump_json().encode()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _write(self.path, text)
+        except (OSError, ValueError) as error:
+            return Refused(self.path, f"cannot be written ({_said(error)})")
+        return None
+
+
+class ProfileStore(_File):
     """Reads and writes the profile of one class of ranks.
 
     Args:
@@ -63,37 +113,14 @@ class ProfileStore:
     """
 
     def __init__(self, path: str | None, fingerprint: Fingerprint, rank_class: str = "all") -> None:
-        self.fingerprint = fingerprint
-        folder = folder_of(path)
-        parts = (fingerprint.model, fingerprint.trained, rank_class)
-        self.path = None if folder is None else folder / f"{'-'.join(_safe(part) for part in parts)}.json"
+        super().__init__(path, fingerprint, rank_class)
 
     def load(self) -> StoredProfile | Refused | None:
         """The stored profile of this setting; None where there is no file. Never raises."""
-        if self.path is None:
-            return None
-        found = self._read(self.path)
+        found = self._read(StoredProfile)
         if isinstance(found, Refused):
             _log.warning("hilore: the stored profile is not used, units are measured anew: %s", found)
         return found
-
-    def _read(self, path: Path) -> StoredProfile | Refused | None:
-        try:
-            text = _content(path)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            return Refused(path, f"cannot be read ({getattr(error, 'strerror', None) or error})")
-        if isinstance(text, Refused):
-            return text
-        try:
-            profile = StoredProfile.model_validate_json(text)
-        except ValidationError as error:
-            return Refused(path, _first(error))
-        except (ValueError, RecursionError, MemoryError) as error:
-            return Refused(path, f"is no profile ({type(error).__name__})")
-        different = self.fingerprint.differences(profile.fingerprint.read())
-        return Refused(path, f"is of another setting; {'; '.join(different)}") if different else profile
 
     def restore(self, measurements: Measurements) -> StoredProfile | Refused | None:
         """As `load`, and puts what is there into measurements that have seen nothing yet."""
@@ -105,17 +132,35 @@ class ProfileStore:
 
     def save(self, measurements: Measurements, baseline: StoredBaseline | None = None) -> Refused | None:
         """Writes what was measured in the place of the old file, whole or not at all. Never raises; None: written."""
-        if self.path is None:
-            return None
-        try:
-            profile = StoredProfile.of(measurements, self.fingerprint, baseline)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _write(self.path, profile.model_dump_json().encode())
-        except (OSError, ValueError) as error:
-            refused = Refused(self.path, f"cannot be written ({getattr(error, 'strerror', None) or error})")
+        refused = self._write(lambda: StoredProfile.of(measurements, self.fingerprint, baseline))
+        if refused is not None:
             _log.warning("hilore: the profile is not stored, the next run measures anew: %s", refused)
-            return refused
-        return None
+        return refused
+
+
+class CalibrationStore(_File):
+    """Reads and writes the calibration of one rank, beside the profile: every rank fits its own microbatches.
+
+    Args:
+        path, fingerprint: as of `ProfileStore`.
+    """
+
+    def __init__(self, path: str | None, fingerprint: Fingerprint, rank: int) -> None:
+        super().__init__(path, fingerprint, "calibration", f"rank{rank}")
+
+    def load(self) -> Progress | Refused | None:
+        """Where the calibration of this setting is; None where none was begun. Never raises."""
+        found = self._read(StoredProgress)
+        if isinstance(found, Refused):
+            _log.warning("hilore: the stored calibration is not used, it is made anew: %s", found)
+        return found.read() if isinstance(found, StoredProgress) else found
+
+    def save(self, progress: Progress) -> Refused | None:
+        """Writes where it is in the place of the old file, whole or not at all. Never raises; None: written."""
+        refused = self._write(lambda: StoredProgress.of(progress, self.fingerprint))
+        if refused is not None:
+            _log.warning("hilore: the calibration is not stored, the next run makes it anew: %s", refused)
+        return refused
 
 
 def _content(path: Path) -> bytes | Refused:
@@ -154,8 +199,10 @@ def _safe(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]", "_", text).strip(".")[:48] or "none"
 
 
-def _first(error: ValidationError) -> str:
-    """Where the file is wrong, in one line of a log that the file cannot write into."""
-    item = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in item["loc"][:8])
-    return f"is damaged or of another version ({plain(where or 'the whole file')}: {plain(item['msg'])})"
+def _said(error: OSError | ValueError) -> str:
+    """What went wrong, in one line of a log that no file can write into."""
+    if isinstance(error, ValidationError):
+        item = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in item["loc"][:8])
+        return f"{plain(where or 'the whole file')}: {plain(item['msg'])}"
+    return plain(getattr(error, "strerror", None) or error)

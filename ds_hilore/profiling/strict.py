@@ -1,4 +1,4 @@
-"""What stored files have in common: no unknown keys, no conversions, a bound on every text and count."""
+"""What stored files have in common: no unknown keys, no conversions, a bound on every text and number."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Text = Annotated[str, Field(max_length=512)]
 Count = Annotated[int, Field(ge=0, le=1 << 60)]
+#: What is larger is no measurement.
+LARGEST = 1e18
+Amount = Annotated[float, Field(ge=0, le=LARGEST)]
 
 
 class Strict(BaseModel):

@@ -43,6 +43,7 @@ HERE = Fingerprint(
     dtypes="bfloat16",
     attention="sdpa",
     loss_path="chunked",
+    state="bf16, int8",
     zero_stage=2,
     world_size=4,
     device="H200",
@@ -156,7 +157,7 @@ def test_nothing_is_stored_without_a_path(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_file_is_json_and_private(saved: ProfileStore) -> None:
     content = json.loads(path_of(saved).read_text())
-    assert content["format"] == 2 and content["fingerprint"]["zero_stage"] == 2
+    assert content["format"] == 3 and content["fingerprint"]["zero_stage"] == 2
     assert stat.S_IMODE(path_of(saved).stat().st_mode) == 0o600
 
 
@@ -188,7 +189,7 @@ def test_classes_of_ranks_have_files_of_their_own(tmp_path: Path) -> None:
 
 # -- stale ---------------------------------------------------------------------------------------------------------
 
-IN_THE_NAME = {"model", "trained"}  # other ones are other files
+IN_THE_NAME = {"model", "trained", "state"}  # other ones are other files
 
 
 @pytest.mark.parametrize("name", [item.name for item in fields(Fingerprint) if item.name not in IN_THE_NAME])
@@ -220,7 +221,7 @@ def first_class(content: dict[str, Any]) -> dict[str, Any]:
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "format": lambda c: c.update(format=1),
+    "format": lambda c: c.update(format=2),
     "unknown key": lambda c: c.update(extra=1),
     "missing key": lambda c: c.pop("units"),
     "negative": lambda c: first_class(c)["state"]["observations"][0].update(value=-1.0),
@@ -260,7 +261,7 @@ def test_a_damaged_field_is_refused(saved: ProfileStore, kind: str) -> None:
         b"\x80\x04\x95\x00.",  # a pickle
         b"[" * 100_000,
         b'{"a":' * 50_000,
-        b'{"format": 2, "format": 2}',
+        b'{"format": 3, "format": 3}',
         b'{"format": ' + b"9" * 100_000 + b"}",
     ],
     ids=lambda content: repr(content[:12]),
@@ -381,7 +382,7 @@ def test_any_file_that_passes_gives_profiles_that_a_planner_can_read(
     """Nonsense within bounds is nonsense, but finite, whole and not negative."""
     unit = StoredUnit(name="u", call=0, unit_class="Layer", share=share, length=length)
     profile = StoredProfile(
-        format=2, fingerprint=StoredProfile.of(measured(), HERE).fingerprint, units=[unit], classes={"Layer": stored}
+        format=3, fingerprint=StoredProfile.of(measured(), HERE).fingerprint, units=[unit], classes={"Layer": stored}
     )
     again = StoredProfile.model_validate_json(profile.model_dump_json())
     seen = Measurements(RATES)
@@ -450,4 +451,4 @@ def test_a_reader_never_sees_half_a_file(saved: ProfileStore, monkeypatch: pytes
         real(source, target)
 
     monkeypatch.setattr(os, "replace", watch)
-    assert saved.save(measured()) is None and seen == [2]
+    assert saved.save(measured()) is None and seen == [3]
