@@ -11,13 +11,10 @@ import pytest
 
 from tests.integration import trl_runs
 from tests.integration.word_model import save_word_model
+from tests.launch import jobs
 from tests.ranks import ROOT, RankPool
 
 HERE = "tests.examples.test_hosts"
-TRAINERS = {
-    "trl_grpo": ["--deepspeed", "configs/trl_zero2.json", "--num_generations", "4", "--max_completion_length", "8"],
-    "trainer_sft": ["--deepspeed", "configs/trainer_zero2.json"],
-}
 SHORT = [
     "--use_cpu",
     "--bf16",
@@ -29,13 +26,14 @@ SHORT = [
     "--report_to",
     "none",
 ]
+QUIET = ["--logging_steps", "1", "--save_strategy", "no", "--disable_tqdm", "True"]
 
 
-def trainer(name: str, folder: str) -> dict[str, Any]:
+def sft(folder: str) -> dict[str, Any]:
     trl_runs.forget_trainers()
-    module = importlib.import_module(name)
-    arguments = [*TRAINERS[name], *SHORT, "--logging_steps", "1", "--save_strategy", "no", "--disable_tqdm", "True"]
-    made = module.main(["--model", f"{folder}/model", "--output_dir", f"{folder}/{name}", *arguments])
+    example = importlib.import_module("trainer_sft")
+    arguments = ["--deepspeed", str(ROOT / "configs/trainer_zero2.json"), *SHORT, *QUIET]
+    made = example.main(["--model", f"{folder}/model", "--output_dir", f"{folder}/sft", *arguments])
     batch = made.model_wrapped.hilore.microbatch
     return {
         "losses": [log["loss"] for log in made.state.log_history if "grad_norm" in log],
@@ -64,10 +62,18 @@ def test_own_loop(ranks: RankPool, folder: Path) -> None:
         assert len(losses) == 4 and all(math.isfinite(loss) for loss in losses)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_trainer(ranks: RankPool, folder: Path, name: str) -> None:
-    if name.startswith("trl"):
-        pytest.importorskip("trl", reason="TRL is not installed")
-    for seen in ranks.run(f"{HERE}:trainer", name=name, folder=str(folder)):
+def test_transformers_trainer(ranks: RankPool, folder: Path) -> None:
+    for seen in ranks.run(f"{HERE}:sft", folder=str(folder)):
         assert len(seen["losses"]) == 3 and all(math.isfinite(loss) for loss in seen["losses"])
         assert (seen["announced"], seen["units"]) == (True, 3)
+
+
+def test_trl_by_its_command(folder: Path) -> None:
+    """Nothing has met before the trainer is made: under ZeRO-3 that is when the model is."""
+    pytest.importorskip("trl", reason="TRL is not installed")
+    env = jobs.environment(PYTHONPATH=str(ROOT))
+    command = ["deepspeed", "--num_gpus", "2", "--master_port", env["MASTER_PORT"], "examples/trl_grpo.py"]
+    arguments = ["--model", f"{folder}/model", "--output_dir", f"{folder}/trl", *SHORT, *QUIET]
+    lengths = ["--num_generations", "4", "--max_completion_length", "8"]
+    output = jobs.run([*command, *arguments, *lengths, "--deepspeed", "configs/trl_zero3.json"], env)
+    assert output.count("'grad_norm'") == 3, output[-4000:]
