@@ -90,8 +90,10 @@ def trained(stage: int, accumulation: int = 2, updates_run: int = 14, **block: A
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_updates_stay_within_the_error(ranks: RankPool, stage: int) -> None:
-    for seen in ranks.run(f"{HERE}:trained", stage=stage, timeout=240.0):
-        assert any("L" in actions for actions in seen["done"]), seen
+    found = ranks.run(f"{HERE}:trained", stage=stage, timeout=240.0)
+    # a rank whose timings say that replaying is as fast does not compress
+    assert any("L" in actions for seen in found for actions in seen["done"]), found
+    for seen in found:
         assert 0 < seen["held_out"] <= 1, seen["lines"]
         assert seen["agreement"].units >= 0.7 and "Spearman" in seen["lines"][-1]
         compressed = [error for error in seen["measured"] if error > 1e-5]
