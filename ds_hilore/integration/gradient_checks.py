@@ -181,15 +181,20 @@ class GradientChecks:
         """One microbatch: the exact gradient, and one more for each intervention; predictions are judged on others.
 
         A microbatch of several forwards, one that did not run as units of ours, or whose loss told no coefficients
-        cannot say what exposure its error belongs to.
+        cannot say what exposure its error belongs to. One without exposure on any rank (groups whose rewards are all
+        equal) says nothing, and its passes would use up what the next ones may cost.
         """
         learning = self._controller.learning
         exposed = learning.exposed if self._controller.microbatch.shape is not None else None
         usable = len(taken) == 1 and taken[0].complete and exposed is not None
-        if not all(self._plane.exchange("microbatch calibrates", usable)):
+        tells = exposed is not None and exposed.exposure != 0
+        told = self._plane.exchange("microbatch calibrates", [usable, tells])
+        if not all(each for each, _ in told):
             self._skip()
             return
         self._skipped = 0
+        if not any(each for _, each in told):
+            return
         if self._judging is None:
             self._fit(taken[0])
         else:

@@ -6,10 +6,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+import ds_hilore
 from ds_hilore.core.types import Action
 from ds_hilore.integration.gradient_checks import FIRST_UPDATE
+from ds_hilore.objective.grpo import GRPOLossConfig
 from ds_hilore.profiling.held_out import HeldOut, Outcome
 from tests.engines import config
 from tests.integration import updates
@@ -51,6 +55,29 @@ def late() -> int:
     return len(checks.calibration.observations)
 
 
+def calm() -> list[float]:
+    """Exposures of the microbatches that calibrated: of three in turn, one has some on both ranks, one on the second
+    alone, one on none."""
+    settings = {"max_gradient_error": 0.01, "profile": {"calibration_microbatches": 4, "audit_interval": 0}}
+    engine = updates.hilore_engine(lora(llama(layers=2)), config(0), memory_budget="1.0x", **settings)
+    checks, number = engine._hilore_host.checks, 0
+    while len(checks.calibration.exposures()) < 4 and number < 30:
+        exposed = number % 3 == 0 or (number % 3 == 1 and dist.get_rank() == 1)
+        updates.run_update(engine, number, _of_advantages(float(exposed)))
+        number += 1
+    exposures: list[float] = checks.calibration.exposures()
+    return exposures
+
+
+def _of_advantages(advantage: float) -> updates.Loss:
+    def loss(engine: Any, ids: Tensor, _: Tensor) -> Tensor:
+        logps = engine(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        advantages, mask = torch.full((len(ids),), advantage), torch.ones_like(logps)
+        return ds_hilore.grpo_loss(logps, logps.detach(), advantages, mask, mask.sum(), config=GRPOLossConfig())
+
+    return loss
+
+
 def _loss(number: int) -> updates.Loss:
     return lambda engine, ids, advantages: grpo(engine, 10 * number + dist.get_rank())
 
@@ -65,3 +92,10 @@ def test_calibration_and_audits_leave_the_engine_alone(ranks: RankPool, stage: i
 
 def test_calibration_waits_for_units_to_be_measured(ranks: RankPool) -> None:
     assert all(observations > 0 for observations in ranks.run(f"{HERE}:late"))
+
+
+def test_microbatches_that_no_rank_learns_from_do_not_calibrate(ranks: RankPool) -> None:
+    first, second = ranks.run(f"{HERE}:calm")
+    assert len(first) == len(second) == 4
+    assert all(exposure > 0 for exposure in second)
+    assert 0.0 in first and max(first) > 0
