@@ -96,7 +96,7 @@ def mixed(batch: Batch, logps: Tensor, kind: Group, seed: int) -> Batch:
 class Mix:
     """An engine that accumulates one update's microbatches, and these."""
 
-    def __init__(self, size: Preset, kinds: Sequence[Group], error: float, budget: float) -> None:
+    def __init__(self, size: Preset, kinds: Sequence[Group], error: float, phi: float) -> None:
         path = packaged_model(default_cache_dir())
         convert_packaged_model(path)
         subject, vocabulary = policy(path, size, full_finetuning=False)
@@ -108,7 +108,7 @@ class Mix:
                 for seed, (batch, kind) in enumerate(zip(batches, kinds, strict=True))
             ]
         self.count = torch.stack([batch.mask.sum() for batch in self.batches]).sum()
-        self._budget = budget
+        self._phi = phi
 
     def learn(self) -> None:
         """Updates until units are measured and calibration is over."""
@@ -118,9 +118,9 @@ class Mix:
 
     def update(self, method: str, before_step: Callable[[], None] | None = None) -> Figures:
         """One update under a method's plans."""
-        hilore = self.engine.hilore
-        bytes_ = int(self._budget * hilore.learning.baseline.result().peak_bytes)
-        case = NONE if method == NONE.method else Case(method, f"{self._budget:.2f}x", bytes_)
+        prize = self.engine.hilore.learning.prize
+        budget = prize.replayed_peak_bytes + int(self._phi * (prize.storing_bytes or 0))
+        case = NONE if method == NONE.method else Case(method, f"phi={self._phi}", budget)
         with applied(self.engine, case):
             return self._run(before_step)
 
@@ -278,7 +278,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rows", type=int, help="sequences per microbatch")
     parser.add_argument("--groups", type=int, default=2, help="microbatches of each kind in an update")
-    parser.add_argument("--budget", type=float, default=1.1, help="of the engine's own all-R peak")
+    parser.add_argument(
+        "--phi", type=float, default=0.4, help="memory: of what storing every unit takes over replaying"
+    )
     parser.add_argument("--max-gradient-error", type=float, default=0.01)
     parser.add_argument("--static-share", type=float, default=0.7, help="of the L that memory allows, at most")
     parser.add_argument("--turns", type=int, default=7)
@@ -291,7 +293,7 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     size, kinds = sized("quick", arguments.layers, arguments.rows), list(Group) * arguments.groups
-    mix = Mix(size, kinds, arguments.max_gradient_error, arguments.budget)
+    mix = Mix(size, kinds, arguments.max_gradient_error, arguments.phi)
     mix.learn()
     error, used, allowed = binding_error(mix, arguments.max_gradient_error, arguments.static_share)
     if not allowed:
