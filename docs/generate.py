@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from docs.figures import draw
+from docs.figures import draw, tradeoff
 from ds_hilore.core import config as settings
 from ds_hilore.core import deps, errors
 from ds_hilore.core.budget import ALLOWED as BUDGETS
@@ -196,7 +196,8 @@ def renewed(text: str) -> str:
 
 def figures() -> dict[Path, str]:
     """Every figure as it should be."""
-    return {DOCS / "figures" / name: svg for name, svg in draw.figures().items()}
+    drawn = draw.figures() | {"tradeoff.svg": tradeoff.tradeoff(measured())}
+    return {DOCS / "figures" / name: svg for name, svg in drawn.items()}
 
 
 def outdated() -> dict[Path, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from docs import generate
+from docs.figures import tradeoff
 from ds_hilore.core.config import HiLoReConfig
 from ds_hilore.core.errors import ConfigError
 from tests.docs.pages import DOCS, Page
@@ -86,3 +87,17 @@ def test_bounds_are_those_of_the_model(key: str) -> None:
         parsed(key, inside)
         with pytest.raises(ConfigError):
             parsed(key, outside)
+
+
+def test_the_figure_of_budgets_reads_the_readme() -> None:
+    found = tradeoff.read(generate.measured())
+    assert found.checkpointing.peak_mb < found.planned[0].peak_mb < found.none.peak_mb
+    assert len(found.planned) == len(found.best_k) >= 3
+    for point in found.planned:
+        row = next(line for line in generate.measured().splitlines() if line.startswith(f"| {point.name} = "))
+        assert f"{point.peak_mb:,.0f} MB | {point.time:.3f} " in row
+
+
+def test_a_readme_without_the_table_is_named() -> None:
+    with pytest.raises(ValueError, match="has no table"):
+        tradeoff.read("nothing is measured")
