@@ -25,7 +25,7 @@ from ds_hilore.profiling.calibrate import Calibration
 from ds_hilore.profiling.measure import Measurements
 from ds_hilore.profiling.variants import components, error_of
 from ds_hilore.recovery.inputs import UnitInputs
-from ds_hilore.recovery.unit import RecoveryContext
+from ds_hilore.recovery.unit import RecoveryContext, UnitCall
 from ds_hilore.runtime.baseline import BaselineMeter
 from ds_hilore.runtime.budget import all_units, loss_leads
 from ds_hilore.runtime.forecast import Forecast
@@ -35,6 +35,7 @@ from ds_hilore.runtime.parts import ControllerParts, Stage
 from ds_hilore.runtime.risk import Exposed, RiskKeeper, read
 from ds_hilore.runtime.sampling import SAMPLED, SAMPLED_WHOLE, Sampler
 from ds_hilore.runtime.trial import COMPRESSING, Trial, Turn
+from ds_hilore.runtime.update import Coefficients
 from ds_hilore.runtime.watch import PeakWatch
 
 _log = logging.getLogger(__name__)
@@ -228,10 +229,13 @@ class Learning:
         told = self.risk.rules.limit > 0 and batch.coefficients and not batch.exact_only
         seen = None
         if told or any(call.statistics for call in calls):
-            seen = read(batch.coefficients if told else (), calls, self._parts.reaches, batch.shape)
+            seen = self._read(batch, batch.coefficients if told else (), calls)
         self.exposed = seen if told else None
         self._risk = 0.0
         batch.follow(self._decide(batch, self.exposed), frozenset() if seen is None else seen.unusable)
+
+    def _read(self, batch: Microbatch, told: Sequence[Coefficients], calls: Sequence[UnitCall]) -> Exposed:
+        return read(told, calls, self._parts.reaches, batch.shape, self.risk.rules.linear)
 
     def _decide(self, batch: Microbatch, exposed: Exposed | None) -> Plan:
         """The second problem: what the prepared plan becomes, now that memory and coefficients are known."""
@@ -259,7 +263,7 @@ class Learning:
         before, risk = self.exposed, self._risk
         if before is None:
             return  # nothing is compressed by plan
-        self.exposed = read(batch.coefficients, batch.alive(), self._parts.reaches, batch.shape)
+        self.exposed = self._read(batch, batch.coefficients, batch.alive())
         if not self._heard_late:
             self._heard_late = True
             _log.warning(

@@ -183,7 +183,7 @@ class RiskKeeper:
         if not self.active or self.typical <= 0 or unforeseeable or not self.trusted:
             return 0.0, (1.0,)
         share = self.rules.risk(self.rules.cost(self.budget) / self.rules.microbatches)
-        self._predicted = self.typical * math.sqrt(self.tokens or tokens)
+        self._predicted = self.typical * self.rules.risk(self.tokens or tokens)
         if isinstance(self._account, PriceAccount) and forecast is not None:
             share, self._predicted = math.sqrt(self._account.expected()), forecast.exposure
             if self._predicted == 0:
@@ -241,7 +241,7 @@ class RiskKeeper:
             self.margin.observe(predicted, exposed.exposure)
         self._seen += 1
         fade = max(1 / self._seen, 1 / MEMORY)
-        self.typical += fade * (exposed.exposure / math.sqrt(exposed.tokens) - self.typical)
+        self.typical += fade * (exposed.exposure / self.rules.risk(exposed.tokens) - self.typical)
         self.tokens += fade * (exposed.tokens - self.tokens)
 
     def freeze(self, exposures: Sequence[float]) -> None:
@@ -287,6 +287,7 @@ def read(
     calls: Sequence[UnitCall],
     reaches: Mapping[str, Reach] | None = None,
     shape: Shape | None = None,
+    linear: bool = False,
 ) -> Exposed:
     """Brings what is needed of a microbatch's coefficients and of its encoded state to the host, in one copy.
 
@@ -295,11 +296,13 @@ def read(
     Args:
         reaches: by unit name, of units whose state does not reach all that follows.
         shape: of the units, to tell how many positions lie before those with coefficients.
+        linear: exposures are sums of |omega| (mode paper).
     """
     reach_of = _reaches([call.unit for call in calls], reaches or {}, shape)
     distinct = tuple(dict.fromkeys((CAUSAL, *reach_of.values())))
     flagged = [(call.unit, statistic) for call in calls for statistic in call.statistics]
-    parts = [_facts(each, distinct, shape) for each in coefficients] + [_flag(statistic) for _, statistic in flagged]
+    parts = [_facts(each, distinct, shape, linear) for each in coefficients]
+    parts += [_flag(statistic) for _, statistic in flagged]
     if not parts:
         return Exposed(math.inf, 0)
     device = parts[0].device
@@ -308,7 +311,8 @@ def read(
     facts = [values[width * k : width * (k + 1)] for k in range(len(coefficients))]
     finite = bool(facts) and all(fact[0] for fact in facts)
     columns = zip(distinct, *(fact[2:] for fact in facts))
-    found = {reach: math.hypot(*column) if finite else math.inf for reach, *column in columns}
+    together = math.fsum if linear else _root_of_squares
+    found = {reach: together(column) if finite else math.inf for reach, *column in columns}
     flags = values[width * len(coefficients) :]
     return Exposed(
         found[CAUSAL],
@@ -327,13 +331,19 @@ def _reaches(units: Iterable[UnitId], reaches: Mapping[str, Reach], shape: Shape
     }
 
 
-def _facts(each: Coefficients, reaches: Sequence[Reach], shape: Shape | None) -> Tensor:
+def _root_of_squares(values: Sequence[float]) -> float:
+    return math.hypot(*values)
+
+
+def _facts(each: Coefficients, reaches: Sequence[Reach], shape: Shape | None, linear: bool) -> Tensor:
     """[2 + reaches] float64: whether finite, tokens, exposures."""
     rows, tokens = each.omega.shape
     # coefficients of a row's last tokens; what predicts the first of them is the last position of its prompt
     before = max(0, shape.length - tokens - 1) if shape is not None and shape.segments == rows else 0
     live = (each.mask != 0).sum() if each.mask is not None else torch.full_like(each.omega[:1, :1], each.omega.numel())
     flags = torch.stack([each.facts.finite.double(), live.double().reshape(())])
+    if linear:
+        return torch.cat([flags, each.facts.exposure.double().expand(len(reaches))])
     with torch.no_grad():
         return torch.cat([flags, exposures(each.omega, reaches, each.mask, before=before)])
 

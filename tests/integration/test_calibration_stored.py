@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ds_hilore.integration import gradient_checks
+from ds_hilore.profiling.calibrate import Cost
 from ds_hilore.runtime.parts import Stage
 from tests.engines import config
 from tests.integration import updates
@@ -52,7 +53,12 @@ def run(folder: str, stage: int, mode: str = "update_aware", until: int | None =
     )
     hilore, checks = engine.hilore, engine._hilore_host.checks
     begun = checks._microbatches
-    with mock.patch.object(gradient_checks, "gradients_of", passes := Passes()):
+    with (
+        mock.patch.object(gradient_checks, "gradients_of", passes := Passes()),
+        mock.patch.object(
+            Cost, "MOST_UPDATES", 1e9
+        ),  # of updates this small: what they take on a busy machine is chance
+    ):
         number = 0
         while number < (until or ENOUGH) and not (
             until is None and checks.calibrated and hilore.stage is Stage.PLANNED
@@ -65,6 +71,9 @@ def run(folder: str, stage: int, mode: str = "update_aware", until: int | None =
     planner, shape = hilore.parts.planner, hilore.microbatch.shape
     for name in hilore.measurements.classes:
         hilore.measurements.strike(name, "H", "with memory for everything nothing else would be planned")
+    # what compressing saves on layers this small, on a busy machine, is chance
+    hilore.measurements._gained = lambda unit_class, shape, variant: 1.0
+    hilore.measurements.outdate()
     planner.replan()
     profiles = hilore.measurements.profiles(shape)
     enough = sum(max(variant.risk for variant in unit.variants) for unit in profiles)

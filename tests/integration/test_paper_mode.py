@@ -73,7 +73,10 @@ def followed(stage: int) -> dict[str, Any]:
     hilore, number = engine.hilore, settled(engine)
     problem = problem_of(engine)
     for unit_class in {unit.unit_class for unit in problem.units}:
-        hilore.measurements.strike(unit_class, "H", "whether it pays on layers this small is chance")
+        hilore.measurements.strike(unit_class, "H", "there is memory for everything")
+    # what compressing saves on layers this small, on a busy machine, is chance
+    hilore.measurements._gained = lambda unit_class, shape, variant: 1.0
+    hilore.measurements.outdate()
     hilore.parts.planner.replan()
     calls: list[dict[str, Any]] = []
     solvers: Counter[str] = Counter()
@@ -107,7 +110,7 @@ def followed(stage: int) -> dict[str, Any]:
 def test_one_tensor_a_layer_and_nothing_beside(ranks: RankPool, stage: int) -> None:
     for seen in ranks.run(f"{HERE}:followed", stage=stage, timeout=150.0):
         compressed = [call for call in seen["calls"] if call["action"] == Action.COMPRESS.value]
-        assert compressed, seen
+        assert compressed, {k: v for k, v in seen.items() if k != "calls"}
         assert all(call["encoded"] == [[CODEC, seen["mlp bytes"]]] for call in compressed)
         assert not any(call["derived"] or call["kept outputs"] for call in seen["calls"])
         assert seen["variants"] == ["H", f"L:mlp={CODEC}", "R"]

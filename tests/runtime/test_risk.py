@@ -262,9 +262,17 @@ def test_in_paper_mode_risks_add_up_as_they_are(exposures: list[float], ranks: i
     made.correction = 3.0
     made.observe(Exposed(1.0, 10))
     assert not made.priced
-    assert made.expect(10)[0] == pytest.approx(0.01 / ranks / len(exposures) / made.typical / math.sqrt(10), rel=1e-9)
+    assert made.expect(10)[0] == pytest.approx(0.01 / ranks / len(exposures) / made.typical / 10, rel=1e-9)
     for exposure in exposures:
         exposed = Exposed(exposure, 10)
         made.note(exposed, made.decide(exposed, UNITS).budget)  # all of it is spent
     assert ranks * sum(made.spent) == pytest.approx(0.01, rel=1e-9)
     assert made.end_update(1.0) == pytest.approx(0.01 / ranks, rel=1e-9)
+
+
+def test_in_paper_mode_exposure_is_the_sum_over_tokens() -> None:
+    """Of every unit, whatever its state reaches; over all losses of the microbatch."""
+    omega = torch.tensor([[1.0, -2.0], [0.0, 4.0]])
+    losses = [Coefficients(omega, Source.FORMULA), Coefficients(-3 * omega, Source.FORMULA, omega > 0)]
+    seen = read(losses, [_Call(UNITS[1], 0.1)], {"b": Reach(1)}, Shape(2, 3), linear=True)  # type: ignore[list-item]
+    assert seen == Exposed(22.0, 6, frozenset(), {UNITS[1]: 22.0})
