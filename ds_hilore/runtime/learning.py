@@ -136,7 +136,7 @@ class Learning:
         untried = self._tries and planner.budget_bytes not in self._pays
         if untried and self.stage is Stage.PLANNED and plan.count(Action.COMPRESS):
             self._try_compression()
-            batch.prepared = None
+            batch.prepared, batch.prunes, batch.pruning = None, False, None
             return Plan()  # its first turn
         if self.prize is None:
             self._say_prize(plan, storing_bytes(profiles))

@@ -61,10 +61,17 @@ def trained(stage: int, accumulation: int = 2, updates_run: int = 14, **block: A
         lora(llama(layers=6, hidden=128)), config(stage, accumulation), memory_budget="1000x", **block
     )
     planner = engine.hilore.parts.planner
-    number = 0
-    while engine.hilore.stage is not Stage.PLANNED:
+    hilore, number = engine.hilore, 0
+    while not (hilore.stage is Stage.PLANNED and hilore.learning.risk.trusted):
         update(engine, number)
         number += 1
+    # what compressing saves on layers this small, on a busy machine, is chance
+    gains = {"H": 1.0, "L": 0.9, "R": 0.1}
+    hilore.measurements._gained = lambda unit_class, shape, variant: gains[variant[0]]
+    hilore.measurements.outdate()
+    planner.replan()
+    update(engine, number)
+    number += 1
     # a budget in which some units can be stored, whatever the level of this process is
     problem = planner.problem_for(planner.planning_shape(engine.hilore.microbatch.shape))
     least, most = (evaluate(problem, {u.unit: name for u in problem.units}).peak_bytes for name in ("R", "H"))
@@ -90,10 +97,8 @@ def trained(stage: int, accumulation: int = 2, updates_run: int = 14, **block: A
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_updates_stay_within_the_error(ranks: RankPool, stage: int) -> None:
-    found = ranks.run(f"{HERE}:trained", stage=stage, timeout=240.0)
-    # a rank whose timings say that replaying is as fast does not compress
-    assert any("L" in actions for seen in found for actions in seen["done"]), found
-    for seen in found:
+    for seen in ranks.run(f"{HERE}:trained", stage=stage, timeout=240.0):
+        assert any("L" in actions for actions in seen["done"]), seen
         assert 0 < seen["held_out"] <= 1, seen["lines"]
         assert seen["agreement"].units >= 0.7 and "Spearman" in seen["lines"][-1]
         compressed = [error for error in seen["measured"] if error > 1e-5]
