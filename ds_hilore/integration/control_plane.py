@@ -9,7 +9,6 @@ import datetime
 import functools
 import json
 import logging
-import os
 import socket
 import time
 from pathlib import Path
@@ -52,17 +51,6 @@ def control_plane(time_limit_s: float = TIME_LIMIT_S) -> ControlPlane:
         raise
     gloo.close()
     return mpi
-
-
-#: Where launchers say how many ranks share this machine: torchrun and accelerate, deepspeed, Open MPI, MPICH.
-_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-
-
-def ranks_here(world_size: int) -> int:
-    """Ranks of the job on this machine: all of them where no launcher says."""
-    told = (os.environ.get(name, "") for name in _LOCAL_RANKS)
-    counts = [int(text) for text in told if text.isdecimal() and int(text) > 0]
-    return min(world_size, counts[0]) if counts else world_size
 
 
 @functools.cache  # said once, however many engines a process makes

@@ -24,7 +24,7 @@ from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.host_rules import check_against_ds_json
 from ds_hilore.core.types import Solver
 from ds_hilore.integration.architecture import rates_by_class, reach_by_unit
-from ds_hilore.integration.control_plane import control_plane, ranks_here
+from ds_hilore.integration.control_plane import control_plane
 from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
 from ds_hilore.integration.gradient_checks import CheckRules, GradientChecks
 from ds_hilore.integration.gradient_scale import EngineScale
@@ -266,7 +266,7 @@ def _controller(engine: Any, config: HiLoReConfig, units: Units, plane: ControlP
     budget = config.memory_budget
     if isinstance(budget, RankBudgets):
         budget = budget.for_rank(plane.rank, plane.world_size)
-    meter = peak_meter(device, ranks_here(plane.world_size))
+    meter = peak_meter(device, len(plane.node_ranks()))
     limits = SolverLimits(config.planner.time_limit_s, config.planner.relative_gap)
     paper = config.mode is Mode.PAPER
     solver = Solver.DYNAMIC if paper else config.planner.solver

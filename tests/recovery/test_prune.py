@@ -12,6 +12,7 @@ from tests.engines import difference
 from tests.models import FAMILIES, llama, lora
 from tests.recovery.plans import differences
 from tests.recovery.pruning import Batch, PruningHost, batch
+from tests.runtime.shortage import Shortage
 
 LAYERS = 3
 #: Layout -> (batch, share of all positions that a replay may run at most).
@@ -187,3 +188,27 @@ def test_a_cast_without_grad_is_not_kept() -> None:
     plain = host.gradients(loss, None)
     for name, value in plain.items():
         assert float((ours[name] - value).norm() / value.norm()) < 0.1, name
+
+
+def test_a_pruned_replay_that_lacked_memory_is_done_again() -> None:
+    """R10: with the same gradients, once something was freed; what is no such failure is not tried again."""
+    sample, _ = LAYOUTS["lengths"]
+    host = _host(True)
+    expected = host.pruned_gradients(sample.loss)
+    asked: list[str] = []
+
+    def relieve(call: Any, error: Exception) -> bool:
+        asked.append(str(call.unit))
+        return isinstance(error, MemoryError)
+
+    host.context.relieve = relieve
+    shortage = Shortage(2, error=lambda asked: MemoryError())
+    with shortage.in_replays_of(host.model.base_model.model.model.layers[1].self_attn):  # type: ignore[union-attr, index]
+        found = host.gradients(sample.loss, [])
+    assert host.pruned() == 0 and shortage.failed == 2 and asked == ["unit.1", "unit.1"]
+    assert not differences(found, expected)
+    with (
+        Shortage(error=ValueError).in_replays_of(host.model.base_model.model.model.layers[1].self_attn),  # type: ignore[union-attr, index]
+        pytest.raises(ValueError, match="1"),
+    ):
+        host.gradients(sample.loss, [])
