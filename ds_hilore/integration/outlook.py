@@ -24,7 +24,7 @@ from ds_hilore.integration.units import find_units
 from ds_hilore.integration.zero_facts import facts_of_config
 from ds_hilore.memory.arithmetic import zero_account
 from ds_hilore.memory.ledger import Entry, Item
-from ds_hilore.memory.reduction import growing_gradients, own_gradients
+from ds_hilore.memory.reduction import growing_gradients, transient_gradients
 from ds_hilore.memory.zero import ZeroFacts
 from ds_hilore.objective.head import CHUNK_BYTES
 from ds_hilore.profiling.cost_model import DeviceSpeed, head_costs, layer_costs
@@ -238,7 +238,7 @@ def _layers(
 ) -> tuple[tuple[Layer, ...], str, list[str]]:
     """The units that are decoder layers, what their costs were read from, and a sentence for whatever is not so."""
     geometry, notes = _geometry(model, training), []
-    gradients, modules = growing_gradients(facts), facts.modules()
+    growing, transient = growing_gradients(facts), transient_gradients(facts)
     if geometry.generic:
         notes.append(f"layers of this family are not known: read as {geometry.kind}")
     lean, layers = set(apply_gated_mlps(names)), []
@@ -251,8 +251,7 @@ def _layers(
             continue
         own = _as_unit(geometry.layers[number], module, lean)
         plain, ours = layer_costs(geometry.layers[number]), layer_costs(own)
-        brought = own_gradients(modules.get(path, ()))
-        layers.append(Layer(UnitId(path), label, ours, plain, gradients.get(path, 0), brought))
+        layers.append(Layer(UnitId(path), label, ours, plain, growing.get(path, 0), transient.get(path, 0)))
     if not layers:
         raise UnsupportedError("no recovery unit is a numbered decoder layer, so there is nothing to count with")
     if left_out:

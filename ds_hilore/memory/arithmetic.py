@@ -17,7 +17,6 @@ from ds_hilore.memory.reduction import (
     behind_units,
     compact,
     gradient_phases,
-    masters_written_before,
     own_gradients,
     written_before,
 )
@@ -71,11 +70,6 @@ def _lasting(f: ZeroFacts) -> frozenset[Moment]:
     if f.stepped or not f.lazy_pages:
         return ALWAYS
     return _AFTER_REST if written_before(f) else _STEP
-
-
-def _lasting_masters(f: ZeroFacts) -> frozenset[Moment]:
-    """The same for gradients of masters, which only an update's last backward writes to."""
-    return ALWAYS if masters_written_before(f) else _STEP
 
 
 def _until_reduced(f: ZeroFacts, held: int, after: frozenset[Moment]) -> Iterator[Entry]:
@@ -205,7 +199,7 @@ def _partitioned(f: ZeroFacts) -> Iterator[Entry]:
     yield Entry(Item.MASTER, partition * f.master_bytes, f.state_place)
     yield _state(f, partition)
     if f.offload_optimizer:
-        yield Entry(Item.MASTER_GRADIENTS, partition * f.master_bytes, Place.HOST, _lasting_masters(f))
+        yield Entry(Item.MASTER_GRADIENTS, partition * f.master_bytes, Place.HOST)
         yield from _staging(f, groups, partition)
     yield from (_gradients_of_stage_1 if f.stage == 1 else _gradients_of_stage_2)(f, groups)
     temporaries = _temporaries(f, [max((g.partition for g in groups), default=0)])
@@ -251,12 +245,7 @@ def _passing(f: ZeroFacts) -> Iterator[Entry]:
     ):
         fullest = max(chosen, key=lambda phase: phase.bytes, default=None)
         for item, count in (fullest.fullest if fullest is not None else {}).items():
-            place = Place.HOST if f.offload_optimizer and item in _OFFLOADED else Place.DEVICE
-            yield Entry(item, count, place, moments)
-
-
-#: What is on the host together with the optimizer's state; ZeRO-2's partition is on the device all the same.
-_OFFLOADED = (Item.MASTER_GRADIENTS,)
+            yield Entry(item, count, moments=moments)
 
 
 def _gradients_of_stage_1(f: ZeroFacts, groups: tuple[FlatGroup, ...]) -> Iterator[Entry]:
@@ -275,9 +264,6 @@ def _gradients_of_stage_1(f: ZeroFacts, groups: tuple[FlatGroup, ...]) -> Iterat
         yield Entry(Item.BUCKETS, bucket, moments=moments)
     owned = 0 if f.offload_optimizer and not compact(f) else _owned(f, groups)
     yield Entry(Item.PARTITION, owned, moments=_REDUCE)
-    if f.offload_optimizer and not masters_written_before(f):
-        owned = sum(g.partition for g in groups) * f.master_bytes
-        yield Entry(Item.MASTER_GRADIENTS, owned, Place.HOST, _REDUCE)
     besides = _reduce_peak(f, element, owned) - owned - (bucket if f.lazy_pages else 0)
     yield Entry(Item.REDUCED, max(0, besides), moments=_REDUCE)
 
@@ -341,7 +327,7 @@ def _sharded(f: ZeroFacts) -> Iterator[Entry]:
     yield _state(f, shards)
     yield Entry(Item.PARTITION, shards * f.accumulation_bytes, f.state_place)  # of zeros, from the start
     if f.offload_optimizer:
-        yield Entry(Item.MASTER_GRADIENTS, shards * f.master_bytes, Place.HOST, _lasting_masters(f))
+        yield Entry(Item.MASTER_GRADIENTS, shards * f.master_bytes, Place.HOST)
     yield from _gathered(f)
     if f.contiguous_gradients:
         yield Entry(Item.BUCKETS, _written(f, _numel(f.trainable)) * f.communication_bytes, moments=_lasting(f))

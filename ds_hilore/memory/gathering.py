@@ -111,7 +111,7 @@ class _Walk:
 
     def _fetch_ahead(self) -> None:
         """Takes what comes next until it is enough; what is there already counts for nothing."""
-        if not self.facts.stepped:
+        if not self.facts.order_is_known:
             return
         ahead: dict[int, Parameter] = {}
         numel = 0
@@ -147,7 +147,7 @@ class _Walk:
         leaf = module[0].leaf
         kept: set[int] = set()
         traversed = 0
-        for later in range(step + 1, len(order)) if self.facts.stepped else ():
+        for later in range(step + 1, len(order)) if self.facts.order_is_known else ():
             if traversed >= self.facts.max_reuse_distance:
                 break
             if leaf and later == len(self.modules):

@@ -63,6 +63,14 @@ def growing_gradients(facts: ZeroFacts) -> dict[str, int]:
     return {name: count for name, of in facts.modules().items() if (count := own_gradients(of))}
 
 
+def transient_gradients(facts: ZeroFacts) -> dict[str, int]:
+    """Bytes by unit of gradients that are there until its backward is over, and do not grow: ZeRO-3's units hand theirs
+    over together, into a bucket that is there already."""
+    if facts.stage < 3:
+        return {}
+    return {name: own_gradients(of) for name, of in facts.modules().items() if any(p.unit for p in of)}
+
+
 def own_gradients(module: tuple[Parameter, ...]) -> int:
     """Bytes of a module's gradients as backward gives them."""
     return sum(p.bytes for p in module if p.trainable)
@@ -175,21 +183,19 @@ class _Stage2(_Walk):
         if f.offload_optimizer and not self.compact:
             self.hold({Item.REDUCED: NORM_BYTES * max((p.numel for p in kept), default=0)})
             self.hold({Item.REDUCED: 0})
-            self._keep(Item.MASTER_GRADIENTS, kept, f.master_bytes, masters_written_before(f))
-        elif not self.compact:
-            self._keep(Item.PARTITION, kept, self.element, not self.contiguous)
+        elif not self.compact and self.contiguous:
+            self._keep(kept)
         self.waiting = 0 if self.contiguous else sum(p.bytes for p in kept) + self.waiting - filled * self.element
         self.hold({Item.GRADIENTS: self.waiting})
         self.filling.clear()
 
-    def _keep(self, item: Item, kept: list[Parameter], element: int, is_there: bool) -> None:
+    def _keep(self, kept: list[Parameter]) -> None:
         """Reduced gradients of this rank's are copied to where they stay; that is allocated at once, written bit by
         bit."""
-        if is_there or not kept:
-            return
-        members = sum(p.bytes for g in self.groups for p in g.members)
-        self.owned += sum(p.numel for p in kept) * element
-        self.hold({item: self.owned if self.facts.lazy_pages else members})
+        if kept:
+            self.owned += sum(p.bytes for p in kept)
+            members = sum(p.bytes for g in self.groups for p in g.members)
+            self.hold({Item.PARTITION: self.owned if self.facts.lazy_pages else members})
 
     def _slices(self) -> int:
         """Pieces that one bucket is sent in: neighbours for the same rank are one. A single piece is not copied."""
@@ -220,7 +226,6 @@ class _Stage3(_Walk):
     rules] of integration/zero3.py)."""
 
     written: int = 0
-    reduced: int = 0  # elements of this rank's shards
     before: list[Parameter] = field(default_factory=list)  # of the module that has not handed over yet
 
     def backward(self, trained: list[Parameter]) -> None:
@@ -273,9 +278,6 @@ class _Stage3(_Walk):
         )  # gloo scatters from a copy of its own
         self.hold({Item.REDUCED: (padded + scattered) * f.communication_bytes + converted})
         self.hold({Item.REDUCED: padded * f.communication_bytes + converted})
-        self.reduced += f.sharded(self.filling)
-        if f.offload_optimizer and not masters_written_before(f):
-            self.hold({Item.MASTER_GRADIENTS: self.reduced * f.master_bytes})
         self.filling.clear()
         self.hold({Item.REDUCED: 0, Item.GRADIENTS: self._waiting()})
 
@@ -288,8 +290,3 @@ def compact(f: ZeroFacts) -> bool:
 def written_before(f: ZeroFacts) -> bool:
     """Whether an earlier backward has written to what is allocated at the start, or that does not matter."""
     return f.stepped or not f.lazy_pages or f.accumulation > 1
-
-
-def masters_written_before(f: ZeroFacts) -> bool:
-    """The same for gradients of masters, which the last microbatch of an update writes to."""
-    return f.stepped or not f.lazy_pages

@@ -165,6 +165,11 @@ class ZeroFacts:
     def parameter_place(self) -> Place:
         return Place.HOST if self.offload_parameters and self.stage == 3 else Place.DEVICE
 
+    @property
+    def order_is_known(self) -> bool:
+        """ZeRO-3 has recorded the order of its modules: from the second microbatch on."""
+        return self.stepped or self.accumulation > 1
+
     def shard(self, parameter: Parameter) -> int:
         """Elements of a parameter's shard; padded. Source: Init._partition_numel."""
         return math.ceil(parameter.numel / self.world_size)

@@ -35,7 +35,7 @@ class Layer:
 
     Args:
         grad_bytes: what stays of its gradients once its backward has run (memory/reduction.py: growing_gradients).
-        own_grad_bytes: its gradients themselves. They come as its state goes: the later of them find it gone.
+        transient_grad_bytes: gradients that are there during its backward only (transient_gradients).
     """
 
     unit: UnitId
@@ -43,7 +43,7 @@ class Layer:
     costs: LayerCosts
     plain: LayerCosts
     grad_bytes: int = 0
-    own_grad_bytes: int = 0
+    transient_grad_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,27 +154,22 @@ class Job:
     @cached_property
     def _units(self) -> tuple[UnitProfile, ...]:
         found = []
-        for one, stays in zip(self.layers, self._staying):
-            profile = analytic_profile(one.unit, one.unit_class, one.costs, self.shape, self.speed, stays)
-            found.append(_with_own(profile, one))
+        for one in self.layers:
+            profile = analytic_profile(one.unit, one.unit_class, one.costs, self.shape, self.speed, one.grad_bytes)
+            found.append(_with_transient(profile, one))
         return tuple(found)
-
-    @property
-    def _staying(self) -> list[int]:
-        """Gradients that stay, by unit: those of the one whose backward ran before. A unit's own come while its state
-        goes, and are there at its fullest moment only where they are more than that."""
-        return [later.grad_bytes for later in self.layers[1:]] + [0]
 
     @cached_property
     def _torch_units(self) -> tuple[UnitProfile, ...]:
         found = []
-        for one, stays in zip(self.layers, self._staying):
+        for one in self.layers:
             inputs, state = self._bytes(one.plain.input_bytes), self._bytes(one.plain.torch_bytes)
             gradients = self._bytes(one.plain.gradient_bytes)
             running = self._bytes(one.plain.forward_bytes)
             replayed = Variant(RECOMPUTE, Action.RECOMPUTE, inputs, state + gradients, running)
             stored = Variant(STORE, Action.STORE, inputs + state, gradients, max(0, running - state))
-            found.append(_with_own(UnitProfile(one.unit, one.unit_class, (replayed, stored), stays), one))
+            profile = UnitProfile(one.unit, one.unit_class, (replayed, stored), one.grad_bytes)
+            found.append(_with_transient(profile, one))
         return tuple(found)
 
     @cached_property
@@ -185,7 +180,7 @@ class Job:
         return whole(rate.of(self.shape))
 
     def _problem(self, units: tuple[UnitProfile, ...], budget_bytes: int) -> Problem:
-        forward, loss, backward = self.account.planning_bases(sum(one.grad_bytes for one in self.layers))
+        forward, loss, backward = self.account.planning_bases(sum(unit.grad_bytes for unit in units))
         return Problem(units, budget_bytes, forward, loss + self._loss_bytes, backward)
 
     def _peak(self, rows: Evaluation) -> tuple[int, str]:
@@ -219,8 +214,8 @@ class Job:
         return Outcome(peak, fullest, self.accumulation * (self._common_seconds + extra_s), share, dict(names))
 
 
-def _with_own(profile: UnitProfile, layer: Layer) -> UnitProfile:
-    """The workspace of a unit's backward is at least its own gradients."""
-    own = layer.own_grad_bytes
-    variants = [replace(v, workspace_bytes=max(v.workspace_bytes, own)) for v in profile.variants]
+def _with_transient(profile: UnitProfile, layer: Layer) -> UnitProfile:
+    """With the gradients that are there during the unit's backward only."""
+    more = layer.transient_grad_bytes
+    variants = [replace(v, workspace_bytes=v.workspace_bytes + more) for v in profile.variants]
     return replace(profile, variants=tuple(variants))

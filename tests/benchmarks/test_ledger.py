@@ -36,6 +36,8 @@ def test_the_table_goes_between_its_marks_each_time(tmp_path: Path) -> None:
     assert document.read_text() == once
     assert once.startswith("before\n") and once.endswith("after\n")
     assert "| " + " | ".join(row(result(0, 195_000_000))) + " |" in once.splitlines()
+    write([result(0, 195_000_000), result(1, 220_000_000)], document)
+    assert "1 of 2 updates are within 5%" in document.read_text() and "| **+20.0%** |" in document.read_text()
 
 
 def test_every_stage_with_what_it_can_offload() -> None:

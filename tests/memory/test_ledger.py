@@ -16,7 +16,7 @@ from ds_hilore.memory.arithmetic import zero_account
 from ds_hilore.memory.gathering import gathered_bytes
 from ds_hilore.memory.ledger import ALWAYS, Account, Entry, Item, Moment, workload
 from ds_hilore.memory.prize import Prize
-from ds_hilore.memory.reduction import gradient_phases, growing_gradients
+from ds_hilore.memory.reduction import gradient_phases, growing_gradients, transient_gradients
 from ds_hilore.memory.zero import FlatGroup, OptimizerFacts, Parameter, Scheme, ZeroFacts
 
 BASE = Parameter(1000, trainable=False, module="layer")
@@ -77,6 +77,25 @@ def test_one_bucket_is_sent_when_the_backward_is_over() -> None:
     assert +found[None] == {Item.BUCKETS: 160, Item.REDUCED: 160}
     kept = gradient_phases(facts(2, *UNITS, reduce_bucket=100, lazy_pages=True))[-1].highest
     assert kept[Item.PARTITION] == 80
+
+
+def test_units_under_zero_3_hand_over_when_their_backward_is_over() -> None:
+    assert transient_gradients(facts(3, *UNITS)) == {f"layer {i}": 40 for i in range(4)}
+    assert transient_gradients(facts(2, *UNITS)) == {}, "they grow: see growing_gradients"
+    (over,) = [phase for phase in gradient_phases(facts(3, *UNITS, reduce_bucket=100)) if phase.module is None]
+    assert +over.fullest == {Item.GRADIENTS: 80, Item.REDUCED: 160}
+    (on_gloo,) = [p for p in gradient_phases(facts(3, *UNITS, reduce_bucket=100, lazy_pages=True)) if p.module is None]
+    assert on_gloo.fullest[Item.REDUCED] == 320, "gloo scatters from a copy of its own"
+
+
+def test_the_second_microbatch_fetches_ahead() -> None:
+    """The first only records the order of modules: nothing is fetched before it is used, and everything is let go."""
+    settings = {"persistence_threshold": 0, "prefetch_bucket": 1000}
+    first, second, later = (
+        gathered_bytes(facts(3, *UNITS, stepped=stepped, accumulation=accumulation, **settings))
+        for stepped, accumulation in ((False, 1), (False, 2), (True, 1))
+    )
+    assert first.forward < second.forward == later.forward == 160
 
 
 def test_small_buckets_are_sent_beside_activations() -> None:
