@@ -227,11 +227,12 @@ class Controller:
         batch.facts = self._announced.take()
         # What is measured, and the trial that compares with it, are of unpruned replays.
         self.pruner.begin(batch, measuring=self.stage is not Stage.PLANNED and self._forced is None)
+        spared = self.guard.replays_everything and self.learning.settled  # after a failure: all-R, timed by nobody
         if self._forced is not None:
             batch.plan = self._forced
-        elif not (self.guard.replays_everything and self.stage is Stage.PLANNED):
+        elif not spared:
             batch.plan = self.learning.choose(batch, shape)
-        if self._forced is None:
+        if self._forced is None and not (spared and self.stage is Stage.TRIAL):
             self.learning.begin(batch, shape, measured=self.update > 0)  # the first update makes optimizer state
 
     # -- loss ------------------------------------------------------------------------------------------------------

@@ -119,15 +119,17 @@ class Learning:
         """The representation of every unit, chosen before it runs (design section 4, first problem)."""
         if self.stage is Stage.MEASURE_H:
             return self._sampling_plan(batch)
-        if self.stage is Stage.MEASURE_R or (self.stage is Stage.TRIAL and self._trial.turn is Turn.REPLAYED):
+        if self.stage is Stage.MEASURE_R:
+            return Plan()
+        if self.risk.announced:  # before the first of its microbatches, however that runs
+            self._set_price(shape)
+        if self.stage is Stage.TRIAL and self._trial.turn is Turn.REPLAYED:
             return Plan()
         planner = self._parts.planner
         if self.in_flight <= 1:
             self._watch.floor()
         size = planner.planning_shape(shape)
         profiles = self.measurements.profiles(size, batch.pruning)
-        if self.risk.announced:
-            self._set_price(shape)
         forecast = None if batch.facts is None or not self.risk.active else batch.facts.forecast
         exact = batch.exact_only or self._stays_exact
         expected = (0.0, (1.0,)) if exact else self.risk.expect(shape.tokens, forecast)
@@ -272,7 +274,8 @@ class Learning:
                 "before it",
                 self._parts.rank,
             )
-        if risk > 0 and math.isfinite(self.exposed.exposure):
+        # Frozen exposures know nothing of the real ones.
+        if risk > 0 and before.exposure > 0 and math.isfinite(self.exposed.exposure) and not self.risk.rules.static:
             self._risk = risk * self.exposed.exposure / before.exposure  # risk is linear in exposure
             self.risk.corrected(self._risk)
 
@@ -283,7 +286,8 @@ class Learning:
             self._started = None
         self.baseline.end()
         self._watch.end(self.measurements, batch.treated)
-        self._trial.end(any(treatment.action is Action.COMPRESS for treatment in batch.treated.values()))
+        used = any(treatment.action is Action.COMPRESS for treatment in batch.treated.values())
+        self._trial.end(encoded=used or batch.plan.count(Action.COMPRESS) > 0)
         if batch.sampled is not None and self.stage is Stage.MEASURE_H:
             self._sampled |= batch.sampled
             if not self.measurements.unmeasured_classes() - self._sampled:
@@ -333,7 +337,7 @@ class Learning:
             verdict = self._trial.verdict()
             self._parts.planner.replan()
             _log.info("hilore (rank %d): %s", self._parts.rank, verdict)
-            if self._trial.compresses:
+            if verdict.compressed_s is not None:  # else risk allowed none, and another microbatch may try
                 self._pays[self._parts.planner.budget_bytes] = not verdict.compression
                 if verdict.compression:
                     self._say_exact(verdict.compression)

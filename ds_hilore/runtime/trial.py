@@ -35,6 +35,8 @@ class Turn(Enum):
     COMPRESSED = "compressing plan"
 
 
+#: Microbatches in a row of which none encoded anything (risk forbade it) after which a trial of compression gives up.
+MOST_IDLE = 16
 #: Turns, and again. Drifts of the machine meet all kinds alike.
 PATTERN = (Turn.REPLAYED, Turn.EXACT, Turn.EXACT, Turn.REPLAYED)
 COMPRESSING = (Turn.REPLAYED, Turn.EXACT, Turn.COMPRESSED, Turn.COMPRESSED, Turn.EXACT, Turn.REPLAYED)
@@ -48,7 +50,7 @@ class Verdict:
         replayed_s, planned_s: seconds per token of microbatches that ran all-R, and as planned with exact actions.
         struck: what is struck out, with reasons: (class, variant, reason).
         compressed_s: seconds per token of microbatches that compressed; None where none did.
-        compression: why plans may not compress; "" where they may, or that was not tried.
+        compression: why plans may not compress; "" where they may, or that could not be tried.
     """
 
     replayed_s: float
@@ -78,6 +80,8 @@ class Trial:
         self._clock = clock
         self._measurements = measurements
         self._turn = 0
+        self._idle = 0  # microbatches since the last turn that was taken
+        self._timed = 0
         self._seconds: dict[Turn, list[float]] = defaultdict(list)
         self._whole: tuple[Any, Turn, int] | None = None  # of the microbatch being timed: start, its turn, tokens
         self._unit: tuple[Any, Callable[[float], None]] | None = None  # whose backward is being timed
@@ -92,7 +96,7 @@ class Trial:
     @property
     def over(self) -> bool:
         """Whether every turn was taken and its seconds are known."""
-        return sum(len(seconds) for seconds in self._seconds.values()) >= self.microbatches
+        return self.turn is None and sum(len(seconds) for seconds in self._seconds.values()) == self._timed
 
     def begin(self, shape: Shape) -> None:
         """A microbatch begins, as `turn` says."""
@@ -121,20 +125,28 @@ class Trial:
         note = partial(self._measurements.note_seconds, call.unit, call.treatment.name, call.shape)
         self._unit = self._clock.start(), lambda seconds: note(None, seconds)
 
-    def end(self, compressed: bool = False) -> None:
+    def end(self, encoded: bool = False) -> None:
         """The backward of the microbatch is over.
 
         Args:
-            compressed: some unit's state was used in low precision: risk may forbid that in any turn.
+            encoded: some unit's state was, whether risk then allowed its use or not. Where nothing was, a turn that is
+                to compress has told nothing, and is taken again.
         """
         if self._whole is None:
             return
         self._end_unit()
         started, turn, tokens = self._whole
-        seconds = self._seconds[Turn.EXACT if turn is Turn.COMPRESSED and not compressed else turn]
-        self._clock.stop(started, lambda whole: seconds.append(whole / tokens))
-        self._turn += 1
         self.abort()
+        if turn is Turn.COMPRESSED and not encoded:
+            self._idle += 1
+            if self._idle >= MOST_IDLE:
+                self._turn = self.microbatches
+            return
+        seconds = self._seconds[turn]
+        self._timed += 1
+        self._clock.stop(started, lambda whole: seconds.append(whole / tokens))
+        self._idle = 0
+        self._turn += 1
 
     def abort(self) -> None:
         """The microbatch is not timed to its end."""
@@ -172,10 +184,8 @@ class Trial:
 
     def _against_compression(self) -> str:
         compressed = self._seconds[Turn.COMPRESSED]
-        if not self.compresses:
-            return ""
         if not compressed:
-            return f"risk allowed it in none of {self.microbatches} microbatches"
+            return ""
         others = [turn.value for turn in (Turn.REPLAYED, Turn.EXACT) if not _faster(compressed, self._seconds[turn])]
         return f"it is not faster than {' and '.join(others)}" if others else ""
 
@@ -186,5 +196,4 @@ def _slower(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _faster(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Not clearly otherwise, and not the same."""
-    return median(one) < median(other) or min(one) < min(other)
+    return median(one) < median(other)

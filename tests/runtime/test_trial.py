@@ -16,7 +16,7 @@ from ds_hilore.recovery.roles import Role, UnitRoles
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.parts import Stage
 from ds_hilore.runtime.risk import RiskRules
-from ds_hilore.runtime.trial import COMPRESSING, PATTERN, Turn
+from ds_hilore.runtime.trial import COMPRESSING, MOST_IDLE, PATTERN, Turn
 from ds_hilore.runtime.update import MicrobatchFacts
 from tests.runtime.rig import Rig, planner, same
 
@@ -296,17 +296,76 @@ def test_what_a_trial_shows_is_of_its_budget() -> None:
     assert told(rig) == "RRR" and rig.controller.stage is Stage.PLANNED
 
 
-def test_where_risk_forbids_it_there_is_nothing_to_show(caplog: pytest.LogCaptureFixture) -> None:
-    """Plans prepare it, and every microbatch turns out to be too violent: that only costs time."""
+def too_violent(rig: Rig) -> None:
+    """An update whose plan expects nearly no exposure, and whose loss then tells a great one."""
+    rig.controller.learning.risk.typical = 1e-9
+    loss = rig.forward()
+    rig.controller.note_coefficients(torch.full((2, 3), 1e9), None)
+    rig.backward(loss)
+    rig.controller.end_update(None)
+    assert rig.actions == "RRR"
+
+
+def test_what_is_encoded_and_then_replayed_is_what_compressing_costs(caplog: pytest.LogCaptureFixture) -> None:
     rig = before_compression(saves=5.0)
     rig.controller.learning.accept()
-    rig.controller.learning.risk.typical = 1e-9
     with caplog.at_level(logging.WARNING):
         for _ in range(TURNS):
-            rig.controller.learning.risk.typical = 1e-9
-            loss = rig.forward()
-            rig.controller.note_coefficients(torch.full((2, 3), 1e9), None)
-            rig.backward(loss)
-            rig.controller.end_update(None)
-            assert rig.actions == "RRR"
-    assert "risk allowed it in none" in caplog.text and told(rig) == "RRR"
+            too_violent(rig)
+    assert "not faster than all-R and exact plan" in caplog.text and told(rig) == "RRR"
+
+
+def test_a_turn_that_encodes_nothing_is_taken_again() -> None:
+    """Risk is expected to forbid it: that says nothing of whether it pays."""
+    rig = before_compression(saves=5.0)
+    learning = rig.controller.learning
+    learning.accept()
+    assert [told(rig), told(rig)] == ["RRR", "RRR"]  # all-R, and the exact plan
+    for _ in range(3):
+        learning.risk.typical = 1e9
+        assert told(rig) == "RRR" and rig.controller.stage is Stage.TRIAL
+    learning.risk.typical = 1.0
+    assert [told(rig), told(rig)] == ["LLL", "LLL"]
+
+
+def test_a_trial_without_one_that_compresses_settles_nothing() -> None:
+    rig = before_compression(saves=5.0)
+    learning = rig.controller.learning
+    learning.accept()
+    told(rig), told(rig)
+    for _ in range(MOST_IDLE):
+        learning.risk.typical = 1e9
+        told(rig)
+    assert rig.controller.stage is Stage.PLANNED
+    learning.risk.typical = 1.0
+    assert told(rig) == "RRR" and rig.controller.stage is Stage.TRIAL, "the next plan that would compress tries again"
+
+
+def test_after_a_failure_nothing_is_stored_in_a_trial_either() -> None:
+    rig = in_trial(cheaper_when_stored)
+    rig.update()  # a turn of all-R; the next stores
+    rig.gradients()
+    rig.controller.guard.replays_everything = True
+    for _ in range(2):  # both microbatches of an update that runs again
+        rig.backward(rig.forward())
+        assert rig.actions == "RRR" and same(rig.gradients(), rig.expected(rig.plain()))
+    rig.controller.guard.replays_everything = False
+    assert len(finish(rig)) == TURNS - 1, "none of them was a turn"
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_coefficients_that_come_late_to_a_microbatch_that_told_none(static: bool) -> None:
+    """Its rewards were equal; the second loss has some. What was used cannot be taken back, nor priced by ratio."""
+    rig = before_compression(saves=5.0)
+    learning = rig.controller.learning
+    learning._parts = replace(rig.controller.parts, trial_microbatches=0)
+    learning.risk.rules = replace(learning.risk.rules, static=static)
+    learning.risk.freeze([1.0])
+    learning.accept()
+    told(rig)
+    loss = rig.forward()
+    rig.controller.note_coefficients(torch.zeros(2, 3), None)
+    rig.controller.begin_backward()
+    rig.controller.note_coefficients(torch.ones(2, 3), None)
+    rig.backward(loss)
+    assert rig.actions == "LLL"
