@@ -20,7 +20,7 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dty
 def profile_fingerprint(
     model: nn.Module, *, zero_stage: int, world_size: int, loss_path: str, device: torch.device, state: str = "exact"
 ) -> Fingerprint:
-    """Everything that decides a unit's bytes and seconds, as a profile is stored with it.
+    """Everything that decides a unit's bytes and seconds, as a profile is stored with it, and the form of its gradient.
 
     Args:
         model: as it is trained, adapters included; under ZeRO-3 parameters may be partitioned.
@@ -31,7 +31,7 @@ def profile_fingerprint(
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     config = getattr(model, "config", None)
     return Fingerprint(
-        model=_digest([type(model).__name__, _config_fields(config), shapes]),
+        model=_digest([type(model).__name__, _config_fields(config), shapes, _scalings(model)]),
         trained=_digest(trained),
         dtypes=_dtypes(model),
         attention=str(getattr(config, "_attn_implementation", None) or "own"),
@@ -51,6 +51,12 @@ def _config_fields(config: Any) -> dict[str, Any]:
     if config is None or not hasattr(config, "to_dict"):
         return {}
     return {name: value for name, value in config.to_dict().items() if name not in _NOT_THE_MODEL}
+
+
+def _scalings(model: nn.Module) -> list[tuple[str, str]]:
+    """What adapters multiply their products by, which no shape shows: errors of a gradient go with it."""
+    named = [(name, getattr(module, "scaling", None)) for name, module in model.named_modules()]
+    return [(name, str(found)) for name, found in named if isinstance(found, int | float | dict)]
 
 
 def _dtypes(model: nn.Module) -> str:

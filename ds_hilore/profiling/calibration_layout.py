@@ -159,9 +159,12 @@ class Progress:
     accepted: bool = False
 
     @property
-    def point(self) -> list[int | bool]:
-        """What all ranks must have in common to go on together."""
-        return [self.microbatches, self.fitted, self.accepted]
+    def point(self) -> list[int | bool | float]:
+        """What all ranks must have in common to go on together: all of a calibration that they learn as one. Ranks add
+        up the same errors, each by itself: their last digits do not count."""
+        learnt, audits = self.calibration, self.calibration.audits
+        together = (learnt.raised, audits.measured, audits.predicted, audits.weight)
+        return [self.microbatches, self.fitted, self.accepted, *(float(f"{value:.4g}") for value in together)]
 
 
 class StoredProgress(Strict):

@@ -48,6 +48,16 @@ def test_ranks_of_adapters_are_part_of_the_model() -> None:
     assert "model" in changed(key(models.lora(models.llama(), r=8)), key(models.lora(models.llama(), r=4)))
 
 
+def test_scalings_of_adapters_are_part_of_the_model() -> None:
+    """They have no shape, and change every gradient."""
+    peft = pytest.importorskip("peft")
+    made = [
+        peft.get_peft_model(models.llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], **setting))
+        for setting in ({"lora_alpha": 8}, {"lora_alpha": 64}, {"lora_alpha": 8, "use_rslora": True})
+    ]
+    assert changed(key(made[1]), key(made[0])) == {"model"} == changed(key(made[2]), key(made[0]))
+
+
 def test_the_run_itself() -> None:
     here = key(models.llama())
     assert changed(key(models.llama(), zero_stage=3), here) == {"zero_stage"}

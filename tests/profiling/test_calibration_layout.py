@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ds_hilore.core.types import UnitId
 from ds_hilore.profiling.calibrate import Calibration, Cost, Observation, Place
-from ds_hilore.profiling.calibration_layout import as_dict, from_dict
+from ds_hilore.profiling.calibration_layout import Progress, as_dict, from_dict
 
 CODECS = {"dense": (("mlp", "int8:64"), ("residual", "bf16"))}
 VALUE = st.one_of(st.floats(0.0, 1e18), st.sampled_from([math.nan, math.inf]))
@@ -141,3 +141,26 @@ def test_a_unit_listed_twice_is_refused() -> None:
     stored["asked"].append(stored["asked"][0])
     with pytest.raises(ValidationError, match="listed twice"):
         from_dict(stored)
+
+
+@pytest.mark.parametrize("change", ["raised", "audit", "microbatches", "fitted", "accepted", "nothing", "last digit"])
+def test_ranks_that_learnt_otherwise_are_at_another_point(change: str) -> None:
+    """All that ranks learn together counts; what is each one's own, and the last digit of a sum, does not."""
+
+    def learnt() -> Calibration:
+        calibration = Calibration()
+        calibration.note_audit(0.01, 0.02)
+        return calibration
+
+    here, other = learnt(), learnt()
+    place = Place("mlp", "int8:64")
+    other.note(Observation(place, UnitId("layers.0"), 0, 1.0, 0.01, 0.02))  # a rank's own
+    if change == "raised":
+        other.raised = 1.5
+    elif change == "audit":
+        other.note_audit(0.01, 0.02)
+    elif change == "last digit":
+        other.audits.measured = math.nextafter(other.audits.measured, 1.0)
+    counts = [3 + (change == "microbatches"), change != "fitted", change == "accepted"]
+    alike = change in ("nothing", "last digit")
+    assert (Progress(here, 3, True, False).point == Progress(other, *counts).point) == alike
