@@ -149,7 +149,8 @@ class ProfileConfig(Block):
         strict=True,
         max_length=4096,
         description="Folder for the measured bytes and seconds of the units and for calibration, so that the next run "
-        'of the same setting need do neither again: "auto" (ds_hilore/profiles in the user\'s cache), a folder, or '
+        "of the same setting need not measure or fit again; before it compresses it judges what it finds on a few "
+        'microbatches: "auto" (ds_hilore/profiles in the user\'s cache), a folder, or '
         "null for none.",
     )
     calibration_microbatches: int = Field(

@@ -26,7 +26,7 @@ from ds_hilore.integration.beside import Recorded, Recording, gradients_of, reco
 from ds_hilore.integration.exact_gradient import averaged
 from ds_hilore.integration.gradient_scale import loss_scale
 from ds_hilore.integration.held_out import Judging
-from ds_hilore.profiling.calibrate import Calibration, Intervention, Observation
+from ds_hilore.profiling.calibrate import Calibration, Cost, Intervention, Observation
 from ds_hilore.profiling.calibration_layout import Progress
 from ds_hilore.profiling.held_out import MICROBATCHES, HeldOut, Outcome
 from ds_hilore.profiling.variants import components, compressions
@@ -94,10 +94,15 @@ class GradientChecks:
         self._backwards = 0  # of the update, through the engine
         self._audit: _Audited | None = None
         self._elsewhere = False  # some backwards do not come through the engine
+        self._resumed = False  # slopes are partly or all of an earlier run
+        self._exposures: list[float] = []  # of this run's microbatches that fitted or judged
 
     def go_on(self, found: Progress | None, keep: Callable[[Progress], object]) -> None:
         """Goes on where an earlier run of this setting was; every rank is here. Where ranks do not know of the same
         point (a file is gone, or not fit to be read) all calibrate anew.
+
+        Slopes depend on weights, and a setting says nothing of those: what an earlier run has accepted is judged again,
+        on microbatches of this one, before anything is compressed.
 
         Args:
             found: None: this rank knows of none.
@@ -111,12 +116,13 @@ class GradientChecks:
             said = "hilore (rank %d): the stored calibration is not used, it is made anew: ranks were at %s"
             _log.warning(said, self._plane.rank, points)
             return
-        self.calibration, self._microbatches = found.calibration, found.microbatches
+        self.calibration, self._microbatches, self._resumed = found.calibration, found.microbatches, True
         self._controller.learning.risk.correction = 1.0 / self.calibration.coherence
-        if found.accepted:
-            self._controller.learning.use_calibration(self.calibration)
-            self._finish("")
-        elif found.fitted:
+        if found.accepted:  # its run paid for what it took, and was told how good predictions were
+            cost = self.calibration.cost
+            self.calibration.cost = Cost(0.0, min(1, cost.passes), cost.slowest, cost.update_seconds)
+            self.calibration.judgements.clear()
+        if found.fitted:
             self._fitted()
 
     def _store(self) -> None:
@@ -195,6 +201,8 @@ class GradientChecks:
         self._skipped = 0
         if not any(each for _, each in told):
             return
+        assert exposed is not None, "this rank is one of those that told coefficients"
+        self._exposures.append(exposed.exposure)
         if self._judging is None:
             self._fit(taken[0])
         else:
@@ -233,6 +241,10 @@ class GradientChecks:
     def _judge(self, recorded: Recorded, judging: Judging) -> None:
         learning, shape = self._controller.learning, self._controller.microbatch.shape
         assert learning.exposed is not None and shape is not None, "see _calibrate"
+        if not all(self._plane.exchange("plans are known", learning.settled)):
+            return  # what was stored has slopes before this run has plans
+        if learning.update_seconds is not None:
+            self.calibration.cost.update_seconds = learning.update_seconds
         again = partial(gradients_of, self._engine, self._controller, recorded)
         outcome = judging.judge(shape, learning.exposed, again)
         if outcome is Outcome.AGAIN:
@@ -302,6 +314,8 @@ class GradientChecks:
             learning.refuse(refused)
             self._keep(Progress())  # the next run may have better luck
         else:
+            if self._resumed:  # exposures are absolute: those of an earlier run were of other weights, or another scale
+                learning.risk.freeze(self._exposures)
             learning.accept()
             self._store()
 

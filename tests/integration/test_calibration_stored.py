@@ -1,8 +1,9 @@
-"""A second run of the same setting does not calibrate again, and plans the same; half a calibration goes on where it
-was; one that a rank cannot read is made anew by all."""
+"""A second run of the same setting fits no slopes again, judges those it has found, and plans the same; half a
+calibration goes on where it was; one that a rank cannot read is made anew by all."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from ds_hilore.integration import gradient_checks
 from ds_hilore.profiling.calibrate import Cost
+from ds_hilore.profiling.held_out import SINGLES
 from ds_hilore.runtime.parts import Stage
 from tests.engines import config
 from tests.integration import updates
@@ -38,8 +40,14 @@ class Passes:
         return self._original(*args, **kwargs)
 
 
-def run(folder: str, stage: int, mode: str = "update_aware", until: int | None = None) -> dict[str, Any]:
-    """One run until its calibration is over, and one update more (or of `until` updates): what it found and plans."""
+def run(
+    folder: str, stage: int, mode: str = "update_aware", until: int | None = None, scale: float = 1.0
+) -> dict[str, Any]:
+    """One run until its calibration is over, and one update more (or of `until` updates): what it found and plans.
+
+    Args:
+        scale: of advantages, so of exposures.
+    """
     paper = {"mode": "paper", "paper": {"least_tensor_bytes": 0, "dtypes": ["float32"]}} if mode == "paper" else {}
     said = _Lines()
     logging.getLogger("ds_hilore").addHandler(said)
@@ -63,10 +71,10 @@ def run(folder: str, stage: int, mode: str = "update_aware", until: int | None =
         while number < (until or ENOUGH) and not (
             until is None and checks.calibrated and hilore.stage is Stage.PLANNED
         ):
-            update(engine, number)
+            update(engine, number, scale)
             number += 1
         if until is None:
-            update(engine, number)
+            update(engine, number, scale)
     logging.getLogger("ds_hilore").removeHandler(said)
     planner, shape = hilore.parts.planner, hilore.microbatch.shape
     for name in hilore.measurements.classes:
@@ -86,6 +94,10 @@ def run(folder: str, stage: int, mode: str = "update_aware", until: int | None =
         "risks": [{variant.name: variant.risk for variant in unit.variants} for unit in profiles],
         "plan": [planner.prepare(shape, profiles, reach).plan.actions for reach in reaches],
         "observations": len(checks.calibration.observations),
+        "judged": len(checks.calibration.judgements),
+        "raised": checks.calibration.raised,
+        "frozen": hilore.learning.risk.frozen,
+        "trusted": hilore.learning.risk.trusted,
         "said": said.lines,
     }
 
@@ -106,33 +118,70 @@ def calibration_files(folder: str) -> list[Path]:
 
 
 def two_runs(
-    folder: str, stage: int, mode: str = "update_aware", damage: bool = False, until: int | None = None
+    folder: str,
+    stage: int,
+    mode: str = "update_aware",
+    damage: bool = False,
+    until: int | None = None,
+    weaken: float = 1.0,
+    scale: float = 1.0,
 ) -> Any:
-    """What two runs that share a folder have done; `damage`: to the file of rank 1, between them."""
+    """What two runs that share a folder have done.
+
+    Args:
+        damage: to the file of rank 1, between them.
+        weaken: the second run's weights make errors that many times as large as the stored ones.
+        scale: of advantages in the second run.
+    """
     first = run(folder, stage, mode, until)
     dist.barrier()
     files = calibration_files(folder)
     if damage and dist.get_rank() == 0:
         files[1].write_text(files[1].read_text().replace('"observations"', '"0bservations"', 1))
+    if dist.get_rank() == 0 and weaken != 1:
+        for file in files:
+            stored = json.loads(file.read_text())
+            for seen in stored["calibration"]["observations"]:
+                seen["gradient_error"] /= weaken
+            file.write_text(json.dumps(stored))
     dist.barrier()
-    second = run(folder, stage, mode)
+    second = run(folder, stage, mode, scale=scale)
     return {"first": first, "second": second, "files": [path.name for path in files]}
 
 
 @pytest.mark.parametrize(("stage", "mode"), [(2, "update_aware"), (3, "paper")])
-def test_a_second_run_does_not_calibrate(ranks: RankPool, tmp_path: Path, stage: int, mode: str) -> None:
-    found = ranks.run(f"{HERE}:two_runs", folder=str(tmp_path), stage=stage, mode=mode, timeout=200.0)
+def test_a_second_run_judges_what_it_has_found(ranks: RankPool, tmp_path: Path, stage: int, mode: str) -> None:
+    """And does not fit it again. Mode paper, which judges nothing, makes no pass at all."""
+    scale = 8.0  # slopes are the same whatever the loss is multiplied by; exposures are not
+    found = ranks.run(f"{HERE}:two_runs", folder=str(tmp_path), stage=stage, mode=mode, scale=scale, timeout=200.0)
     for rank, seen in enumerate(found):
         first, second = seen["first"], seen["second"]
         assert len(seen["files"]) == 2, "one of each rank"
         assert first["passes"] > MICROBATCHES and first["calibrated"] and first["begun"] == 0
         assert any(risk > 0 for unit in first["risks"] for risk in unit.values()), "nothing can be compressed"
-        assert second["passes"] == 0 and second["calibrated"]
+        assert second["calibrated"] and second["trusted"]
+        if mode == "paper":
+            assert second["passes"] == second["judged"] == 0
+        else:
+            rounds = 1 + (second["raised"] > first["raised"])
+            assert second["judged"] > 0 and second["passes"] <= rounds * MICROBATCHES * (SINGLES + 2)
+            assert second["frozen"] > scale / 2 * first["frozen"], "exposures of another run"
+        raised = second["raised"] / first["raised"]
         for before, after in zip(first["risks"], second["risks"], strict=True):
             # slopes are each rank's own, errors of codecs those that rank 0 has stored for all
-            assert after == (before if rank == 0 else pytest.approx(before, rel=0.1))
+            expected = {name: raised * risk for name, risk in before.items()}
+            assert after == pytest.approx(expected, rel=1e-9 if rank == 0 else 0.1)
         assert second["observations"] == first["observations"]
         assert second["plan"] == first["plan"]
+
+
+def test_slopes_of_other_weights_are_not_taken_for_true(ranks: RankPool, tmp_path: Path) -> None:
+    """Nothing is compressed by slopes that an earlier run has accepted but that do not hold in this one."""
+    weaken = 30.0
+    for seen in ranks.run(f"{HERE}:two_runs", folder=str(tmp_path), stage=2, weaken=weaken, timeout=200.0):
+        first, second = seen["first"], seen["second"]
+        assert first["trusted"] and second["judged"] > 0 and second["microbatches"] == first["microbatches"]
+        assert not second["trusted"] or second["raised"] > weaken / 5 * first["raised"]
 
 
 def test_half_a_calibration_goes_on(ranks: RankPool, tmp_path: Path) -> None:
