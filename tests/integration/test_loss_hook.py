@@ -15,6 +15,7 @@ import ds_hilore
 from ds_hilore.core.types import Action
 from ds_hilore.integration.gradient_scale import EngineScale
 from ds_hilore.objective import grpo
+from ds_hilore.runtime.guard import Defence
 from ds_hilore.runtime.microbatch import Phase
 from ds_hilore.runtime.update import Source
 from tests.engines import config, difference, gradients
@@ -515,7 +516,8 @@ def test_metrics_reach_the_monitor(ranks: RankPool, tmp_path: Path) -> None:
     files = {path.name: path.read_text().splitlines() for path in (tmp_path / "job").glob("*hilore*")}
     stem = "Train_hilore_{}.csv"
     units = ["stored_units", "compressed_units", "replayed_units"]
-    names = [*units, "saved_seconds", "predicted_peak_bytes", "budget_bytes"]
+    guard = [f"guard_{defence.value}" for defence in Defence]
+    names = [*units, "saved_seconds", "predicted_peak_bytes", "budget_bytes", *guard, "guard_room_bytes"]
     assert sorted(files) == sorted(stem.format(name) for name in names)
     rows = files[stem.format("stored_units")]
     assert [row.split(",")[1] for row in rows[1:]] == ["2", "2"]  # once per update, by rank 0 alone
