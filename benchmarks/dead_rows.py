@@ -148,7 +148,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--turns", type=int, default=PRESETS["quick"].turns)
     arguments = parser.parse_args()
-    bench = Bench("quick", False, "chunked", None, arguments.layers, arguments.rows)
+    budget = f"{arguments.budget:.2f}x"
+    bench = Bench("quick", False, "chunked", None, arguments.layers, arguments.rows, budget=budget)
     uniform = arguments.lengths == "uniform"
     bench.learn()
     batch = with_lengths(bench.batch, SHORTEST) if uniform else with_dead_rows(bench.batch, arguments.dead)
