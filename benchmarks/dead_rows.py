@@ -56,7 +56,7 @@ def with_lengths(batch: Batch, shortest: float) -> Batch:
     ends = (share * columns).ceil().long()
     mask = torch.arange(columns, device=batch.ids.device) < ends[:, None]
     # short rows are responses from their beginning, or the prompt would be all there is of them
-    return dataclasses.replace(batch, mask=mask & (batch.mask | (ends <= columns // 2)[:, None]))
+    return dataclasses.replace(batch, mask=mask & (batch.mask | (ends <= columns - columns // 2)[:, None]))
 
 
 def on_policy(bench: Bench, batch: Batch) -> Batch:
