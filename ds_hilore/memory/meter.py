@@ -19,7 +19,7 @@ from ds_hilore.memory.host import PROC, HostMemory
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 #: Pages of a CPU process that come and go between equal updates: the interpreter's, and those of small allocations.
-WANDER_BYTES = 2 << 20
+WANDER_BYTES = 3 << 20
 _RESET_PEAK = "5"  # what clear_refs wants in order to set VmHWM back to VmRSS (Linux, proc(5))
 
 
