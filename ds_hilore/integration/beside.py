@@ -168,7 +168,17 @@ def gradients_of(
         )
     finally:
         release_gathered(engine)
-    return {name: widened(gradient) / recorded.loss_scale for name, gradient in by_name(chosen, found).items()}
+    gradients = by_name(chosen, found)
+    del found, outputs, reached
+    for name in gradients:  # one after another: a second whole gradient would be held for a moment
+        gradients[name] = _unscaled(gradients[name], recorded.loss_scale)
+    return gradients
+
+
+def _unscaled(gradient: Tensor, scale: float | Tensor) -> Tensor:
+    """Widened, and a tensor of its own: what autograd gives may be the same for several parameters."""
+    wide = widened(gradient)
+    return wide / scale if wide is gradient else wide.div_(scale)
 
 
 def _divide_at(outputs: list[Tensor], divisor: int) -> None:

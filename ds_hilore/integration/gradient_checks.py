@@ -26,6 +26,7 @@ from ds_hilore.integration.beside import Recorded, Recording, gradients_of, reco
 from ds_hilore.integration.exact_gradient import averaged
 from ds_hilore.integration.gradient_scale import loss_scale
 from ds_hilore.integration.held_out import Judging
+from ds_hilore.memory.refused import refused_bytes
 from ds_hilore.profiling.calibrate import Calibration, Cost, Intervention, Observation
 from ds_hilore.profiling.calibration_layout import Progress
 from ds_hilore.profiling.held_out import MICROBATCHES, HeldOut, Outcome
@@ -70,8 +71,12 @@ class GradientChecks:
 
     Whether a microbatch calibrates or is audited is the same on all ranks. Whether it can be is not: ranks tell each
     other, and all leave it where one cannot. Backwards that do not come through `engine.backward` are not checked, so
-    nothing is compressed where all are such. A check holds two more gradients of the trained parameters, in float32,
-    for as long as it takes.
+    nothing is compressed where all are such.
+
+    Memory: a check holds two whole gradients of the trained parameters in float32 beside the engine's own (the exact
+    one, or the sum of those of an audited update, and that of the pass at hand), and an audit one of them from its
+    first backward to the step. Where ranks have no memory for that, the update fails, and runs again without such
+    checks. Where only some ranks have none, the job ends in `RankMismatch`: turn compression off then.
     """
 
     def __init__(self, engine: Any, controller: Controller, plane: ControlPlane, rules: CheckRules) -> None:
@@ -94,6 +99,9 @@ class GradientChecks:
         self._backwards = 0  # of the update, through the engine
         self._audit: _Audited | None = None
         self._elsewhere = False  # some backwards do not come through the engine
+        self._checking = False  # a check is at work
+        self._too_large = False  # the newest one found no memory on this rank, and ranks do not know it yet
+        self._audits_fit = True
         self._resumed = False  # slopes are partly or all of an earlier run
         self._exposures: list[float] = []  # of this run's microbatches that fitted or judged
 
@@ -145,6 +153,7 @@ class GradientChecks:
         interval = self._rules.audit_interval
         return (
             self._compresses
+            and self._audits_fit
             and interval > 0
             and self._controller.update % interval == 0
             and self._controller.learning.risk.active
@@ -155,6 +164,7 @@ class GradientChecks:
         """Around a forward of the engine; its result must leave through the recording, where there is one."""
         if not self._begun:  # only a whole update can be audited
             self._begun = True
+            self._drop_what_does_not_fit()
             self._audit = _Audited() if self.auditing else None
         if self._elsewhere or not (self.calibrating or self._audit is not None):
             yield None
@@ -166,20 +176,50 @@ class GradientChecks:
     def backward_done(self) -> None:
         """The backward of a microbatch is over; every rank is here."""
         self._backwards += 1
-        started = time.perf_counter()
-        if self.calibrating:
-            taken, self._taken = self._taken, []
-            self._calibrate(taken)
-        elif self._audit is not None:
-            taken = [each for each in self._taken if each.complete]
-            self._taken = [each for each in self._taken if not each.complete]  # may have a backward of their own
-            self._add_exact(self._audit, taken)
+        with self._at_work():
+            if self.calibrating:
+                taken, self._taken = self._taken, []
+                self._calibrate(taken)
+            elif self._audit is not None:
+                taken = [each for each in self._taken if each.complete]
+                self._taken = [each for each in self._taken if not each.complete]  # may have a backward of their own
+                self._add_exact(self._audit, taken)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Around a check. One that raises leaves it noted, for `abort`."""
+        self._checking, started = True, time.perf_counter()
+        yield
+        self._checking = False
         self.seconds += time.perf_counter() - started
 
-    def abort(self) -> None:
-        """The update starts again."""
+    def abort(self, error: BaseException | None = None) -> None:
+        """The update starts again.
+
+        Args:
+            error: that it ended in. Memory that a check did not find would be missing again and again.
+        """
+        if self._checking and error is not None and refused_bytes(error) is not None:
+            self._too_large = True
+        self._checking = False
         self._taken.clear()
         self._begun, self._backwards, self._audit = False, 0, None
+
+    def _drop_what_does_not_fit(self) -> None:
+        """An update begins, again it may be; every rank is here."""
+        if not (self.calibrating or self.auditing):
+            return
+        # Where one rank alone failed, the others are elsewhere at first: what it found stands until all have met here.
+        short = any(self._plane.exchange("gradient checks fit in memory", self._too_large))
+        self._too_large = False
+        if not short:
+            return
+        if self.calibrating:
+            self._finish("a pass of calibration did not fit in memory")
+            return
+        self._audits_fit = False
+        if self._plane.rank == 0:
+            _log.warning("hilore: an audit did not fit in memory: there are none any more")
 
     # -- calibration -----------------------------------------------------------------------------------------------
 
@@ -188,18 +228,21 @@ class GradientChecks:
 
         A microbatch of several forwards, one that did not run as units of ours, or whose loss told no coefficients
         cannot say what exposure its error belongs to. One without exposure on any rank (groups whose rewards are all
-        equal) says nothing, and its passes would use up what the next ones may cost.
+        equal) says nothing, and its passes would use up what the next ones may cost. One whose exposure or exact
+        gradient is not finite on some rank is left out on all: that is no error of compressed state, which must not be
+        condemned for it.
         """
         learning = self._controller.learning
         exposed = learning.exposed if self._controller.microbatch.shape is not None else None
         usable = len(taken) == 1 and taken[0].complete and exposed is not None
+        finite = exposed is None or math.isfinite(exposed.exposure)
         tells = exposed is not None and exposed.exposure != 0
-        told = self._plane.exchange("microbatch calibrates", [usable, tells])
-        if not all(each for each, _ in told):
+        told = self._plane.exchange("microbatch calibrates", [usable, finite, tells])
+        if not all(each for each, _, _ in told):
             self._skip()
             return
         self._skipped = 0
-        if not any(each for _, each in told):
+        if not all(each for _, each, _ in told) or not any(each for _, _, each in told):
             return
         assert exposed is not None, "this rank is one of those that told coefficients"
         self._exposures.append(exposed.exposure)
@@ -217,6 +260,10 @@ class GradientChecks:
         if passes == 0 and not all(measured for _, measured in asked):
             return  # nothing to ask only because some rank has not measured its units yet
         exact = gradients_of(self._engine, self._controller, recorded, {})
+        if not all(self._plane.exchange("exact gradient is finite", is_finite(exact))):
+            self.calibration.withdraw(wanted)
+            self.calibration.cost.note(time.perf_counter() - started, 1)
+            return
         for position in range(passes):
             if position < len(wanted):
                 self._intervene(recorded, wanted[position], exact)
@@ -236,7 +283,7 @@ class GradientChecks:
             self._finish("")
             return
         held_out = HeldOut(self.calibration, min(MICROBATCHES, self._rules.microbatches))
-        self._judging = Judging(self._controller, self._plane, held_out, self._error)
+        self._judging = Judging(self._controller, self._plane, held_out, self._error, is_finite)
 
     def _judge(self, recorded: Recorded, judging: Judging) -> None:
         learning, shape = self._controller.learning, self._controller.microbatch.shape
@@ -345,9 +392,8 @@ class GradientChecks:
             return
         whole = not elsewhere and audit.backwards == backwards > 0
         if all(self._plane.exchange("audited update is whole", whole)):
-            started = time.perf_counter()
-            self._compare(audit.exact)
-            self.seconds += time.perf_counter() - started
+            with self._at_work():
+                self._compare(audit.exact)
 
     def _say_elsewhere(self) -> None:
         """What is recorded of such backwards waits for the step: a gradient of the outputs for each microbatch."""
@@ -359,18 +405,18 @@ class GradientChecks:
         )
 
     def _compare(self, added: dict[str, Tensor]) -> None:
-        exact, scale = averaged(self._engine, added), loss_scale(self._engine)
-        square = reference = 0.0
+        """`added` is used up: one more whole gradient would be held."""
+        scale, square, reference = loss_scale(self._engine), 0.0, 0.0
         for name, parameter in self._engine.module.named_parameters():
-            if name in exact:
+            if name in added:
+                truth = averaged(self._engine, {name: added.pop(name)})[name].double()
                 used = reduced_gradient(self._engine, parameter)
-                truth = exact[name].double()
                 reference += float(truth.square().sum())
                 square += float(((0 if used is None else used.double() / scale) - truth).square().sum())
         rules, spent = self._controller.learning.risk.rules, self._controller.learning.risk.spent
         (cost,) = sum_over_ranks(self._plane, "audit", [math.fsum(map(rules.cost, spent))])
         norm = math.sqrt(reference)
-        if norm > 0:
+        if 0 < norm < math.inf:
             audit = Audit(self._controller.update, rules.risk(cost) / norm, math.sqrt(square) / norm)
             self.audits.append(audit)
             self.calibration.note_audit(audit.predicted, audit.measured)
@@ -389,8 +435,12 @@ class _Audited:
     backwards: int = 0
 
     def add(self, gradients: dict[str, Tensor]) -> None:
-        before = self.exact
-        self.exact = {name: before[name] + found for name, found in gradients.items()} if before else gradients
+        """`gradients` are the caller's no more: the sum is made in place."""
+        if not self.exact:
+            self.exact = gradients
+            return
+        for name, found in gradients.items():
+            self.exact[name].add_(found)
 
 
 def reduced_gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
@@ -399,6 +449,11 @@ def reduced_gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
 
     found: Tensor | None = safe_get_full_grad(parameter) if engine.zero_optimization_stage() else parameter.grad
     return found
+
+
+def is_finite(gradients: Mapping[str, Tensor]) -> bool:
+    """Whether a gradient's norm is a finite number."""
+    return math.isfinite(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

@@ -28,6 +28,7 @@ class Judging:
     Args:
         held_out: of the calibration that is judged.
         distance: error of one gradient against another, on the scale of exposures.
+        finite: whether a gradient is; microbatches whose exact one is not on some rank judge nothing.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class Judging:
         plane: ControlPlane,
         held_out: HeldOut,
         distance: Callable[[Mapping[str, Any], Mapping[str, Any]], float],
+        finite: Callable[[Mapping[str, Any]], bool],
     ) -> None:
         self.held_out = held_out
         self._learning = controller.learning
         self._planner = controller.parts.planner
         self._plane = plane
         self._distance = distance
+        self._finite = finite
 
     def judge(self, shape: Shape, exposed: Exposed, gradients: Gradients) -> Outcome | None:
         """One microbatch: the exact gradient, and one more for each pass that some rank wants.
@@ -55,14 +58,18 @@ class Judging:
         passes = max(count for count, _ in asked)
         if passes == 0 or any(stops for _, stops in asked):
             return self._close()
-        self.held_out.begin()
         exact = gradients({})
+        if not all(self._plane.exchange("exact gradient is finite", self._finite(exact))):
+            self.held_out.calibration.cost.note(time.perf_counter() - started, 1)
+            return None
+        self.held_out.begin()
         for position in range(passes):
             treatments = wanted[position] if position < len(wanted) else {}
             near = gradients(treatments)  # under ZeRO-3 each pass gathers parameters
             predicted = self._predicted(treatments, exposed)
             if treatments and math.isfinite(predicted):
                 self.held_out.note(treatments, predicted, self._distance(near, exact))
+            del near  # one more gradient would be held while the next pass runs
         self.held_out.calibration.cost.note(time.perf_counter() - started, passes + 1)
         return self._close() if self.held_out.full else None
 

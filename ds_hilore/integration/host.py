@@ -183,7 +183,7 @@ class AttachedHost:
         """
         exhausted = self.controller.abort(error)
         if self.checks is not None:
-            self.checks.abort()
+            self.checks.abort(error)
         reset_update(self.engine)
         if exhausted is not None:
             raise exhausted from error

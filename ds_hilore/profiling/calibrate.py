@@ -239,6 +239,12 @@ class Calibration:
         self.asked[(place, unit)] += 1
         return Intervention(microbatch, unit, place)
 
+    def withdraw(self, wanted: Iterable[Intervention]) -> None:
+        """These were asked for, and will not be made: others are not put off for them."""
+        for each in wanted:
+            self.asked[(each.place, each.unit)] -= 1
+        self.asked = +self.asked
+
     # -- what was seen ---------------------------------------------------------------------------------------------
 
     def note(self, observation: Observation) -> None:

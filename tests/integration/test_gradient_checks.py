@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest.mock import patch
 
@@ -11,14 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_hilore
+from ds_hilore.core.errors import MemoryExhausted, RankMismatch
 from ds_hilore.core.types import Action
+from ds_hilore.integration import gradient_checks
 from ds_hilore.integration.gradient_checks import FIRST_UPDATE
 from ds_hilore.objective.grpo import GRPOLossConfig
 from ds_hilore.profiling.held_out import HeldOut, Outcome
 from tests.engines import config
 from tests.integration import updates
 from tests.integration.test_compress import grpo
-from tests.models import llama, lora
+from tests.models import batch, llama, lora
 from tests.ranks import RankPool
 
 HERE = "tests.integration.test_gradient_checks"
@@ -69,6 +72,87 @@ def calm() -> list[float]:
     return exposures
 
 
+SHORT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+CALLED = {"calibration": "gradients_of", "audit": "gradients_of", "comparison": "averaged"}
+
+
+@patch.object(HeldOut, "close", lambda self, *squares: Outcome.HOLDS)
+def starved(kind: str) -> dict[str, Any]:
+    """Updates that are run again whenever they fail, without memory for checks of one kind."""
+    failures, number = [], 0
+    settings = {"max_gradient_error": 0.01, "profile": {"calibration_microbatches": 2, "audit_interval": 1}}
+    engine = updates.hilore_engine(lora(llama(layers=2)), config(0), memory_budget="1.0x", **settings)
+    checks = engine._hilore_host.checks
+    original = getattr(gradient_checks, CALLED[kind])
+
+    def allocate(*args: Any, **kwargs: Any) -> Any:
+        if kind == "calibration" or checks.calibrated:
+            raise SHORT
+        return original(*args, **kwargs)
+
+    with patch.object(gradient_checks, CALLED[kind], allocate):
+        while number < 10 and len(failures) < 5:
+            try:
+                updates.run_update(engine, number, _loss(number))
+                number += 1
+            except (MemoryExhausted, RankMismatch) as error:
+                failures.append(type(error).__name__)
+    trusted = engine.hilore.learning.risk.trusted
+    return {"failures": failures, "updates": number, "trusted": trusted, "audits": len(checks.audits)}
+
+
+@patch.object(HeldOut, "close", lambda self, *squares: Outcome.HOLDS)
+def not_finite(kind: str) -> dict[str, Any]:
+    """Every other microbatch of the second rank has coefficients, or an exact gradient, that are no numbers."""
+    settings = {"max_gradient_error": 0.01, "profile": {"calibration_microbatches": 3, "audit_interval": 0}}
+    engine = updates.hilore_engine(lora(llama(layers=2)), config(0), memory_budget="1.0x", **settings)
+    checks, number, spoilt = engine._hilore_host.checks, 0, 0
+    while not checks.calibrated and number < 30:
+        bad = number % 2 == 0 and dist.get_rank() == 1
+        advantage, weight = (math.nan if bad and kind == "omega" else 1.0), (math.nan if bad else 0.0)
+        spoilt += checks.calibrating and number % 2 == 0
+        logits: list[Tensor] = []
+        with engine.module.register_forward_hook(lambda *called, kept=logits: kept.append(called[2].logits)):
+            loss = _of_advantages(advantage)(engine, *batch(seed=number))
+        engine.backward(loss + weight * logits[0].sum() if kind == "gradient" else loss)
+        for parameter in engine.module.parameters():
+            if number % 2 == 0 and parameter.grad is not None:
+                parameter.grad.zero_()  # or weights would be no numbers either
+        engine.step()
+        number += 1
+    calibration = checks.calibration
+    seen = [seen.gradient_error for seen in calibration.observations]
+    judged = [judged.measured for judged in calibration.judgements]
+    return {
+        "spoilt": spoilt,
+        "microbatches": sorted({seen.microbatch for seen in calibration.observations}),
+        "seen": seen,
+        "judged": judged,
+        "closed": [reason for reason in calibration.disabled().values() if "finite" in reason],
+        "trusted": engine.hilore.learning.risk.trusted,
+    }
+
+
+def encoded_beyond() -> list[str]:
+    """Reasons of disabled places, where a compressed pass overflows and the exact one does not."""
+    original = gradient_checks.gradients_of
+
+    def gradients(engine: Any, controller: Any, recorded: Any, treatments: Any, *more: Any) -> Any:
+        found = original(engine, controller, recorded, treatments, *more)
+        return {name: gradient / 0 for name, gradient in found.items()} if treatments else found
+
+    settings = {"max_gradient_error": 0.01, "profile": {"calibration_microbatches": 2, "audit_interval": 0}}
+    engine = updates.hilore_engine(lora(llama(layers=2)), config(0), memory_budget="1.0x", **settings)
+    checks, number = engine._hilore_host.checks, 0
+    with patch.object(gradient_checks, "gradients_of", gradients):
+        while not checks.calibration.observations and number < 10:
+            updates.run_update(engine, number, _loss(number))
+            number += 1
+    places = checks.calibration.places
+    assert places
+    return [checks.calibration.disabled().get(place, "") for place in places]
+
+
 def _of_advantages(advantage: float) -> updates.Loss:
     def loss(engine: Any, ids: Tensor, _: Tensor) -> Tensor:
         logps = engine(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
@@ -99,3 +183,26 @@ def test_microbatches_that_no_rank_learns_from_do_not_calibrate(ranks: RankPool)
     assert len(first) == len(second) == 4
     assert all(exposure > 0 for exposure in second)
     assert 0.0 in first and max(first) > 0
+
+
+@pytest.mark.parametrize("kind", list(CALLED))
+def test_a_check_without_memory_is_dropped_by_all_ranks(ranks: RankPool, kind: str) -> None:
+    """Its update fails once, and training goes on without such checks."""
+    found = ranks.run(f"{HERE}:starved", kind=kind, timeout=100.0)
+    assert all(seen["updates"] == 10 and 1 <= len(seen["failures"]) <= 2 for seen in found), found
+    assert "MemoryExhausted" in found[1]["failures"]
+    assert all(seen["trusted"] == (kind != "calibration") and seen["audits"] == 0 for seen in found)
+
+
+@pytest.mark.parametrize("kind", ["omega", "gradient"])
+def test_a_microbatch_that_is_no_number_says_nothing_of_codecs(ranks: RankPool, kind: str) -> None:
+    """On no rank, wherever it was; the others calibrate and judge as if it had not been."""
+    for seen in ranks.run(f"{HERE}:not_finite", kind=kind, timeout=100.0):
+        assert seen["spoilt"] > 1 and seen["microbatches"] == [0, 1, 2]
+        assert seen["seen"] and seen["judged"] and all(map(math.isfinite, seen["seen"] + seen["judged"]))
+        assert seen["closed"] == [] and seen["trusted"]
+
+
+def test_state_that_overflows_when_encoded_closes_its_place(ranks: RankPool) -> None:
+    for reasons in ranks.run(f"{HERE}:encoded_beyond"):
+        assert all("finite" in reason for reason in reasons), reasons
