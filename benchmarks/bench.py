@@ -37,11 +37,7 @@ SOLVED_S = 60.0
 
 
 class Bench:
-    """Runs updates of one preset. The run has learnt its units' costs once `learn` returns.
-
-    Args:
-        budget: while it learns. Where that leaves something to store, a trial times whole variants too.
-    """
+    """Runs updates of one preset. The run has learnt its units' costs once `learn` returns."""
 
     def __init__(
         self,
@@ -53,14 +49,13 @@ class Bench:
         rows: int | None = None,
         max_gradient_error: float = 0.0,
         paper: bool = False,
-        budget: str = START_BUDGET,
     ) -> None:
         size = sized(preset, layers, rows)
         if model is None and size.shape is None:
             model = packaged_model(default_cache_dir())
             convert_packaged_model(model)
         subject, vocabulary = policy(model, size, full_finetuning, loss)
-        self.engine = engine_for(subject, budget, max_gradient_error=max_gradient_error, paper=paper)
+        self.engine = engine_for(subject, START_BUDGET, max_gradient_error=max_gradient_error, paper=paper)
         self.batch = Batch.random(size, vocabulary, seed=0, device=self.engine.device)
         self.count = self.batch.mask.sum()  # N: the loss is per token of these, whatever `batch` is left with
         self.meter = peak_meter(self.engine.device)

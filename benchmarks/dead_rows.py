@@ -28,6 +28,7 @@ from benchmarks.methods import NONE, TORCH
 from benchmarks.records import Case
 from benchmarks.statistics import Ratio
 from benchmarks.subject import PRESETS, Batch
+from ds_hilore.core.budget import BudgetKind, MemoryBudget
 
 SHORTEST = 0.1
 
@@ -148,8 +149,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--turns", type=int, default=PRESETS["quick"].turns)
     arguments = parser.parse_args()
-    budget = f"{arguments.budget:.2f}x"
-    bench = Bench("quick", False, "chunked", None, arguments.layers, arguments.rows, budget=budget)
+    bench = Bench("quick", False, "chunked", None, arguments.layers, arguments.rows)
+    # with something to store, a trial times whole variants
+    bench.engine.hilore.parts.planner.budget = MemoryBudget(BudgetKind.CHECKPOINT_MULTIPLE, arguments.budget)
     uniform = arguments.lengths == "uniform"
     bench.learn()
     batch = with_lengths(bench.batch, SHORTEST) if uniform else with_dead_rows(bench.batch, arguments.dead)
