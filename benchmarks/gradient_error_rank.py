@@ -24,7 +24,8 @@ from benchmarks.tasks import Tasks, cut, sample, trimmed
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Action
 from ds_hilore.integration.beside import gradients_of, recording
-from ds_hilore.integration.gradient_checks import GradientChecks, distance
+from ds_hilore.integration.gradient_checks import GradientChecks
+from ds_hilore.integration.gradient_distance import distance
 from ds_hilore.integration.held_out import Judging
 from ds_hilore.objective.grpo import GRPOLossConfig
 from ds_hilore.objective.update import count_update_tokens

@@ -13,26 +13,22 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_hilore.core.fabric import ControlPlane, sum_over_ranks
-from ds_hilore.core.treatment import Treatment
-from ds_hilore.core.types import Action
+from ds_hilore.integration.audits import Audit, AuditedUpdate, reduced_error
 from ds_hilore.integration.beside import Recorded, Recording, gradients_of, recording
-from ds_hilore.integration.exact_gradient import averaged
-from ds_hilore.integration.gradient_scale import loss_scale
+from ds_hilore.integration.gradient_distance import distance, is_finite
 from ds_hilore.integration.held_out import Judging
+from ds_hilore.integration.interventions import Interventions
 from ds_hilore.memory.refused import refused_bytes
-from ds_hilore.profiling.calibrate import Calibration, Cost, Intervention, Observation
+from ds_hilore.profiling.calibrate import Calibration, Cost
 from ds_hilore.profiling.calibration_layout import Progress
 from ds_hilore.profiling.held_out import MICROBATCHES, HeldOut, Outcome
-from ds_hilore.profiling.variants import components, compressions
-from ds_hilore.recovery.encoded import Statistic
-from ds_hilore.recovery.unit import UnitCall
 from ds_hilore.runtime.controller import Controller
 
 _log = logging.getLogger(__name__)
@@ -55,15 +51,6 @@ class CheckRules:
 
     microbatches: int
     audit_interval: int
-
-
-@dataclass(frozen=True)
-class Audit:
-    """One audited update: relative error of its reduced gradient, as predicted by all ranks and as measured."""
-
-    update: int
-    predicted: float
-    measured: float
 
 
 class GradientChecks:
@@ -90,14 +77,14 @@ class GradientChecks:
         self._microbatches = 0  # of calibration, so far
         self._done = rules.microbatches == 0
         self._compresses = False  # plans may, for all that the checks have found
+        self._interventions = Interventions(controller)
         self._judging: Judging | None = None  # once slopes are fitted
         self._keep: Callable[[Progress], object] = lambda progress: None
-        self._pairs: dict[str, dict[tuple[str, str], tuple[tuple[str, str], ...]]] = {}  # by unit class and component
         self._skipped = 0  # microbatches in a row that could not calibrate
         self._taken: list[Recorded] = []
         self._begun = False  # a forward of the update has been
         self._backwards = 0  # of the update, through the engine
-        self._audit: _Audited | None = None
+        self._audit: AuditedUpdate | None = None
         self._elsewhere = False  # some backwards do not come through the engine
         self._checking = False  # a check is at work
         self._too_large = False  # the newest one found no memory on this rank, and ranks do not know it yet
@@ -165,7 +152,7 @@ class GradientChecks:
         if not self._begun:  # only a whole update can be audited
             self._begun = True
             self._drop_what_does_not_fit()
-            self._audit = _Audited() if self.auditing else None
+            self._audit = AuditedUpdate() if self.auditing else None
         if self._elsewhere or not (self.calibrating or self._audit is not None):
             yield None
             return
@@ -253,22 +240,25 @@ class GradientChecks:
 
     def _fit(self, recorded: Recorded) -> None:
         learning, started = self._controller.learning, time.perf_counter()
-        wanted = self._interventions()
+        wanted = self._interventions.wanted(self.calibration, self._microbatches)
         # A rank with fewer of them keeps step all the same: under ZeRO-3 each pass gathers parameters.
         asked = self._plane.exchange("calibration passes", [len(wanted), learning.settled])
         passes = max(count for count, _ in asked)
         if passes == 0 and not all(measured for _, measured in asked):
             return  # nothing to ask only because some rank has not measured its units yet
-        exact = gradients_of(self._engine, self._controller, recorded, {})
+        again = partial(gradients_of, self._engine, self._controller, recorded)
+        exact = again({})
         if not all(self._plane.exchange("exact gradient is finite", is_finite(exact))):
             self.calibration.withdraw(wanted)
             self.calibration.cost.note(time.perf_counter() - started, 1)
             return
         for position in range(passes):
-            if position < len(wanted):
-                self._intervene(recorded, wanted[position], exact)
-            else:
-                gradients_of(self._engine, self._controller, recorded, {})
+            if position >= len(wanted):
+                again({})
+                continue
+            observed = self._interventions.observe(wanted[position], again, partial(self._error, exact=exact))
+            if observed is not None:
+                self.calibration.note(observed)
         self._microbatches += 1
         self.calibration.cost.update_seconds = learning.update_seconds
         self.calibration.cost.note(time.perf_counter() - started, passes + 1)
@@ -309,41 +299,6 @@ class GradientChecks:
                 _log.warning(said + "one forward per engine.backward, and a loss that tells coefficients", MOST_SKIPPED)
             self._finish("calibration was given up")
 
-    def _interventions(self) -> list[Intervention]:
-        measurements = self._controller.measurements
-        units = [(unit, position, name) for position, (unit, name) in enumerate(measurements.roster)]
-        shape = self._controller.microbatch.shape
-        assert shape is not None, "a microbatch has run"
-        self._pairs.clear()
-        for name, fits in measurements.classes.items():
-            offered = [components(codecs) for codecs in compressions(fits.parts, shape)]
-            self._pairs[name] = {key: pairs for each in offered for key, pairs in each.items()}
-        return self.calibration.interventions(self._microbatches, units, self._pairs)
-
-    def _intervene(self, recorded: Recorded, wanted: Intervention, exact: Mapping[str, Tensor]) -> None:
-        found: list[Statistic] = []
-
-        def look(call: UnitCall) -> None:
-            found.extend(call.statistics)
-
-        unit_class = dict(self._controller.measurements.roster)[wanted.unit]
-        pairs = self._pairs[unit_class][(wanted.place.group, wanted.place.codec)]
-        treatment = Treatment(Action.COMPRESS, codecs=pairs)
-        near = gradients_of(self._engine, self._controller, recorded, {wanted.unit: treatment}, look)
-        exposed = self._controller.learning.exposed
-        if not found or exposed is None:
-            return
-        self.calibration.note(
-            Observation(
-                place=wanted.place,
-                unit=wanted.unit,
-                microbatch=wanted.microbatch,
-                exposure=exposed.of(wanted.unit),
-                encoding_error=_mean_error(found),
-                gradient_error=self._error(near, exact),
-            )
-        )
-
     def _error(self, near: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
         # the engine averages over ranks what each of them differentiates
         return distance(near, exact) / self._plane.world_size
@@ -368,7 +323,7 @@ class GradientChecks:
 
     # -- audits ----------------------------------------------------------------------------------------------------
 
-    def _add_exact(self, audit: _Audited, taken: list[Recorded]) -> None:
+    def _add_exact(self, audit: AuditedUpdate, taken: list[Recorded]) -> None:
         """The forwards of one microbatch; every rank is here."""
         counts = self._plane.exchange("audited forwards", len(taken))
         # Under ZeRO-3 each pass gathers parameters. And of a rank that has seen no gradient at its outputs (its loss
@@ -406,18 +361,11 @@ class GradientChecks:
 
     def _compare(self, added: dict[str, Tensor]) -> None:
         """`added` is used up: one more whole gradient would be held."""
-        scale, square, reference = loss_scale(self._engine), 0.0, 0.0
-        for name, parameter in self._engine.module.named_parameters():
-            if name in added:
-                truth = averaged(self._engine, {name: added.pop(name)})[name].double()
-                used = reduced_gradient(self._engine, parameter)
-                reference += float(truth.square().sum())
-                square += float(((0 if used is None else used.double() / scale) - truth).square().sum())
+        error, norm = reduced_error(self._engine, added)
         rules, spent = self._controller.learning.risk.rules, self._controller.learning.risk.spent
         (cost,) = sum_over_ranks(self._plane, "audit", [math.fsum(map(rules.cost, spent))])
-        norm = math.sqrt(reference)
         if 0 < norm < math.inf:
-            audit = Audit(self._controller.update, rules.risk(cost) / norm, math.sqrt(square) / norm)
+            audit = Audit(self._controller.update, rules.risk(cost) / norm, error / norm)
             self.audits.append(audit)
             self.calibration.note_audit(audit.predicted, audit.measured)
             self._store()
@@ -425,43 +373,3 @@ class GradientChecks:
             if self._plane.rank == 0:
                 said = "hilore: audit of update %d: error %.2e, predicted %.2e"
                 _log.info(said, audit.update, audit.measured, audit.predicted)
-
-
-@dataclass
-class _Audited:
-    """An update that is audited, so far: the sum of its exact gradients on this rank, and how many backwards are in."""
-
-    exact: dict[str, Tensor] = field(default_factory=dict)
-    backwards: int = 0
-
-    def add(self, gradients: dict[str, Tensor]) -> None:
-        """`gradients` are the caller's no more: the sum is made in place."""
-        if not self.exact:
-            self.exact = gradients
-            return
-        for name, found in gradients.items():
-            self.exact[name].add_(found)
-
-
-def reduced_gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
-    """What the optimizer will use of a parameter, whole, times the loss scale; above ZeRO-0 a collective of all."""
-    from deepspeed.utils import safe_get_full_grad
-
-    found: Tensor | None = safe_get_full_grad(parameter) if engine.zero_optimization_stage() else parameter.grad
-    return found
-
-
-def is_finite(gradients: Mapping[str, Tensor]) -> bool:
-    """Whether a gradient's norm is a finite number."""
-    return math.isfinite(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
-
-
-def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Euclidean distance of two gradients."""
-    return math.sqrt(sum(float((gradient - other[name]).double().square().sum()) for name, gradient in one.items()))
-
-
-def _mean_error(found: list[Statistic]) -> float:
-    """e of design section 3: root mean square over the tensors of the group."""
-    squares = [float(each.squares[0] / each.squares[1]) if float(each.squares[1]) else 0.0 for each in found]
-    return math.sqrt(math.fsum(squares) / len(squares))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ from torch import Tensor
 import ds_hilore
 from ds_hilore.core.errors import MemoryExhausted, RankMismatch
 from ds_hilore.core.types import Action
-from ds_hilore.integration import gradient_checks
+from ds_hilore.integration import audits, gradient_checks
 from ds_hilore.integration.gradient_checks import FIRST_UPDATE
 from ds_hilore.objective.grpo import GRPOLossConfig
 from ds_hilore.profiling.held_out import HeldOut, Outcome
@@ -73,7 +74,11 @@ def calm() -> list[float]:
 
 
 SHORT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-CALLED = {"calibration": "gradients_of", "audit": "gradients_of", "comparison": "averaged"}
+CALLED: dict[str, tuple[ModuleType, str]] = {
+    "calibration": (gradient_checks, "gradients_of"),
+    "audit": (gradient_checks, "gradients_of"),
+    "comparison": (audits, "averaged"),
+}
 
 
 @patch.object(HeldOut, "close", lambda self, *squares: Outcome.HOLDS)
@@ -83,14 +88,14 @@ def starved(kind: str) -> dict[str, Any]:
     settings = {"max_gradient_error": 0.01, "profile": {"calibration_microbatches": 2, "audit_interval": 1}}
     engine = updates.hilore_engine(lora(llama(layers=2)), config(0), memory_budget="1.0x", **settings)
     checks = engine._hilore_host.checks
-    original = getattr(gradient_checks, CALLED[kind])
+    original = getattr(*CALLED[kind])
 
     def allocate(*args: Any, **kwargs: Any) -> Any:
         if kind == "calibration" or checks.calibrated:
             raise SHORT
         return original(*args, **kwargs)
 
-    with patch.object(gradient_checks, CALLED[kind], allocate):
+    with patch.object(*CALLED[kind], allocate):
         while number < 10 and len(failures) < 5:
             try:
                 updates.run_update(engine, number, _loss(number))
