@@ -35,6 +35,11 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def update_restarts(self) -> None:
+        """This rank's update was given up and starts again. Ranks that wait for it elsewhere are told at its next
+        question: each raises RankMismatch there, whatever it asked, and counts as restarted too. Not a collective."""
+        ...
+
     def node_ranks(self) -> tuple[int, ...]:
         """Ranks on this rank's node, itself included, in order: those that share its host memory.
 

@@ -79,6 +79,9 @@ class SingleRankPlane:
     def node_ranks(self) -> tuple[int, ...]:
         return (0,)
 
+    def update_restarts(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 

@@ -62,8 +62,9 @@ class GradientChecks:
 
     Memory: a check holds two whole gradients of the trained parameters in float32 beside the engine's own (the exact
     one, or the sum of those of an audited update, and that of the pass at hand), and an audit one of them from its
-    first backward to the step. Where ranks have no memory for that, the update fails, and runs again without such
-    checks. Where only some ranks have none, the job ends in `RankMismatch`: turn compression off then.
+    first backward to the step. Where a rank has no memory for that, the update fails on all, and runs again without
+    such checks. Not so in a collective of the engine (under ZeRO-3 in any pass; in the comparison of an audit above
+    ZeRO-0): there the other ranks wait until the communicator gives up.
     """
 
     def __init__(self, engine: Any, controller: Controller, plane: ControlPlane, rules: CheckRules) -> None:

@@ -93,7 +93,8 @@ class AttachedHost:
             return original(*args, **kwargs)
         refuse_compiled_model(self.engine.module)
         self._say_if_idle()
-        self._meet_ranks()
+        with self._update_at_stake():  # another rank's may have been given up
+            self._meet_ranks()
         self.controller.context.rng_tracker = ModelParallelRng.if_used()
         with forward_of(self.controller), self._checked_forward() as recording, self._update_at_stake():
             result = original(*args, **kwargs)
@@ -185,6 +186,7 @@ class AttachedHost:
         if self.checks is not None:
             self.checks.abort(error)
         reset_update(self.engine)
+        self.plane.update_restarts()
         if exhausted is not None:
             raise exhausted from error
 

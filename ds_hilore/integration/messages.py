@@ -6,6 +6,8 @@
 #     at different questions all find out in the same exchange.
 # C3: nothing waits longer than the time limit. What has failed once stays failed: ranks are out of step then, and
 #     another exchange could answer one question with another's payload.
+#     Except where a rank's update starts again: it says so with its next question (`update_restarts`). Ranks that are
+#     elsewhere learn it there, all in the same exchange, and start theirs again too; the one that was first asks again.
 # C4: payloads travel as JSON, never as pickles: data of other ranks is not executed.
 """
 
@@ -28,8 +30,8 @@ MESSAGE_BYTES = 512
 #: Longest name of a question, in UTF-8.
 _QUESTION_BYTES = 64
 
-# Sequence number, length of the question, length of the payload.
-_HEADER = struct.Struct("<QHI")
+# Sequence number, length of the question, length of the payload, whether the sender's update starts again.
+_HEADER = struct.Struct("<QHI?")
 INLINE_BYTES = MESSAGE_BYTES - _HEADER.size - _QUESTION_BYTES
 
 #: How long ranks that have given up wait for word of the others that have given up too.
@@ -43,12 +45,13 @@ class Message:
     sequence: int
     question: str
     body: bytes
+    restarts: bool = False
 
     def encode(self) -> bytes:
         """MESSAGE_BYTES long; the body is left out where it does not fit."""
         question = self.question.encode()
         inline = self.body if len(self.body) <= INLINE_BYTES else b""
-        header = _HEADER.pack(self.sequence, len(question), len(self.body))
+        header = _HEADER.pack(self.sequence, len(question), len(self.body), self.restarts)
         return (header + question.ljust(_QUESTION_BYTES, b"\0") + inline).ljust(MESSAGE_BYTES, b"\0")
 
 
@@ -58,21 +61,22 @@ class Received:
     question: str
     body_bytes: int
     inline: bytes
+    restarts: bool
 
     @staticmethod
     def decode(message: bytes) -> Received:
-        sequence, question_bytes, body_bytes = _HEADER.unpack_from(message)
+        sequence, question_bytes, body_bytes, restarts = _HEADER.unpack_from(message)
         start = _HEADER.size
         question = message[start : start + question_bytes].decode()
         inline = message[start + _QUESTION_BYTES :][:body_bytes] if body_bytes <= INLINE_BYTES else b""
-        return Received(sequence, question, body_bytes, inline)
+        return Received(sequence, question, body_bytes, inline, restarts)
 
 
 class MessagePlane(ABC):
     """A control plane over a channel that gathers messages; what the channel is, its subclass says.
 
     A disagreement found by `agree` leaves the plane usable: all ranks are in step and know the same. After a rank was
-    late, gone or at another question, every further call raises at once (C3).
+    late, gone or at another question, every further call raises at once (C3); a restarted update is no failure.
 
     Args:
         rank, world_size: of the job.
@@ -90,6 +94,7 @@ class MessagePlane(ABC):
         self.time_limit_s = time_limit_s
         self._sequence = 0
         self._failure: str | None = None
+        self._restarts = False  # this rank's update starts again, and ranks do not know it yet
         self._node: tuple[int, ...] = ()
 
     # -- the channel -----------------------------------------------------------------------------------------------
@@ -116,28 +121,42 @@ class MessagePlane(ABC):
 
     # -- the protocol ----------------------------------------------------------------------------------------------
 
+    def update_restarts(self) -> None:
+        """See `core.fabric.ControlPlane.update_restarts`."""
+        self._restarts = True
+
     def exchange(self, what: str, payload: Any) -> list[Any]:
         """See `core.fabric.ControlPlane.exchange`. One collective of 512 bytes per rank where payloads are small.
 
         Raises:
-            RankMismatch: a rank did not answer within the time limit, is gone, or is at another question.
+            RankMismatch: a rank did not answer within the time limit, is gone, or is at another question; or its update
+                starts again, and this one's must too.
             UsageError: `payload` cannot be written as JSON, or `what` is longer than 64 bytes.
         """
         body = to_json(what, payload)
         if len(what.encode()) > _QUESTION_BYTES:
             raise UsageError(f"the question {what!r} is longer than {_QUESTION_BYTES} bytes; give it a shorter name")
         self._refuse_after_failure(what)
-        self._sequence += 1
-        with self._giving_up(what):
-            messages = self._gather(Message(self._sequence, what, body).encode(), MESSAGE_BYTES)
-        received = [Received.decode(message) for message in messages]
+        received = self._ask(what, body)
+        while len({answer.restarts for answer in received}) > 1:
+            if not self._restarts:
+                self._restarts = True
+                raise _restarted(what, received)
+            received = self._ask(what, body)
         self._refuse_other_questions(received)
+        self._restarts = False
         longest = max(answer.body_bytes for answer in received)
         if longest <= INLINE_BYTES:
             return [json.loads(answer.inline) for answer in received]
         with self._giving_up(what):
             bodies = self._gather(body, longest)
         return [json.loads(text[: answer.body_bytes]) for answer, text in zip(received, bodies)]
+
+    def _ask(self, what: str, body: bytes) -> list[Received]:
+        self._sequence += 1
+        with self._giving_up(what):
+            messages = self._gather(Message(self._sequence, what, body, self._restarts).encode(), MESSAGE_BYTES)
+        return [Received.decode(message) for message in messages]
 
     def agree(self, what: str, payload: Any) -> None:
         """See `core.fabric.ControlPlane.agree`.
@@ -204,6 +223,14 @@ class MessagePlane(ABC):
                 f"not every rank answered {what!r} (exchange {self._sequence}) within {waited_s:.1f} s "
                 f"(time limit {self.time_limit_s:g} s): {who}; look at the output of that rank first. Cause: {cause}"
             )
+
+
+def _restarted(what: str, received: Sequence[Received]) -> RankMismatch:
+    restarts = [rank for rank, answer in enumerate(received) if answer.restarts]
+    return RankMismatch(
+        f"no answer to {what!r}: the update starts again on {ranks_text(restarts)}, whose own error says why; "
+        "this rank's was given up too: run it again from its first microbatch on every rank"
+    )
 
 
 def to_json(what: str, payload: Any) -> bytes:

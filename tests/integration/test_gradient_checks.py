@@ -82,8 +82,8 @@ CALLED: dict[str, tuple[ModuleType, str]] = {
 
 
 @patch.object(HeldOut, "close", lambda self, *squares: Outcome.HOLDS)
-def starved(kind: str) -> dict[str, Any]:
-    """Updates that are run again whenever they fail, without memory for checks of one kind."""
+def starved(kind: str, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
+    """Updates that are run again whenever they fail, without memory for checks of one kind on some ranks."""
     failures, number = [], 0
     settings = {"max_gradient_error": 0.01, "profile": {"calibration_microbatches": 2, "audit_interval": 1}}
     engine = updates.hilore_engine(lora(llama(layers=2)), config(0), memory_budget="1.0x", **settings)
@@ -91,7 +91,7 @@ def starved(kind: str) -> dict[str, Any]:
     original = getattr(*CALLED[kind])
 
     def allocate(*args: Any, **kwargs: Any) -> Any:
-        if kind == "calibration" or checks.calibrated:
+        if dist.get_rank() in ranks and (kind == "calibration" or checks.calibrated):
             raise SHORT
         return original(*args, **kwargs)
 
@@ -196,6 +196,16 @@ def test_a_check_without_memory_is_dropped_by_all_ranks(ranks: RankPool, kind: s
     found = ranks.run(f"{HERE}:starved", kind=kind, timeout=100.0)
     assert all(seen["updates"] == 10 and 1 <= len(seen["failures"]) <= 2 for seen in found), found
     assert "MemoryExhausted" in found[1]["failures"]
+    assert all(seen["trusted"] == (kind != "calibration") and seen["audits"] == 0 for seen in found)
+
+
+@pytest.mark.parametrize("kind", ["calibration", "audit"])
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_check_without_memory_on_one_rank_is_dropped_by_all(ranks: RankPool, kind: str, short: int) -> None:
+    """The other ranks, which wait for it in vain, are told at once, and all run the update again."""
+    found = ranks.run(f"{HERE}:starved", kind=kind, ranks=(short,), timeout=100.0)
+    assert all(seen["updates"] == 10 and 1 <= len(seen["failures"]) <= 2 for seen in found), found
+    assert "MemoryExhausted" in found[short]["failures"] and "RankMismatch" in found[1 - short]["failures"]
     assert all(seen["trusted"] == (kind != "calibration") and seen["audits"] == 0 for seen in found)
 
 
