@@ -25,7 +25,7 @@ from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import Action
 from ds_hilore.integration.beside import gradients_of, recording
 from ds_hilore.integration.gradient_checks import GradientChecks
-from ds_hilore.integration.gradient_distance import distance
+from ds_hilore.integration.gradient_distance import distance, is_finite
 from ds_hilore.integration.held_out import Judging
 from ds_hilore.objective.grpo import GRPOLossConfig
 from ds_hilore.objective.update import count_update_tokens
@@ -115,7 +115,7 @@ class Rank:
         copy = dataclasses.replace(self._checks.calibration, judgements=[], cost=Cost())  # without a cap
         held_out = HeldOut(copy, most=self.spec.judged)
         hilore, plane = self._engine.hilore, self._engine.hilore.parts.plane
-        judging = Judging(hilore, plane, held_out, lambda a, b: distance(a, b) / plane.world_size)
+        judging = Judging(hilore, plane, held_out, lambda a, b: distance(a, b) / plane.world_size, is_finite)
         for update in self._rollouts:
             num_tokens = count_update_tokens([each.mask for each in update], reduce=sum_over_ranks)
             for microbatch in update:
