@@ -173,6 +173,38 @@ def test_ranks_at_different_questions_both_hear_both_names(job: RankPool) -> Non
         assert "failed before" in answer["again"]
 
 
+def body_restart(question: str) -> dict[str, Any]:
+    """The first rank's update starts again while the second asks `question`; then the second's alone, and then both."""
+    plane = made(20)
+    if plane.rank == 0:
+        plane.update_restarts()
+        found = {"told": "", "after": plane.exchange("microbatch", 0)}
+    else:
+        found = {"told": refusal(plane.exchange, question, 5), "after": plane.exchange("microbatch", 1)}
+    plane.update_restarts()
+    found["both"] = plane.exchange("announced", plane.rank)
+    if plane.rank == 1:
+        plane.update_restarts()
+        found["apart"] = refusal(plane.exchange, "microbatch", 0)
+    else:
+        found["told"] = refusal(plane.exchange, "announced", 0)
+        found["apart"] = refusal(plane.exchange, "announced", 0)
+    plane.close()
+    return found
+
+
+@pytest.mark.parametrize("question", ["price", "microbatch"])
+def test_an_update_that_starts_again_on_one_rank_is_told_to_the_others(job: RankPool, question: str) -> None:
+    """Wherever they are; what the first rank asked is answered once they have come. Two that start again and then ask
+    different things are out of step."""
+    first, second = job.run(f"{HERE}:body_restart", question=question)
+    assert f"no answer to {question!r}: the update starts again on rank 0" in second["told"]
+    for found in (first, second):
+        assert found["after"] == found["both"] == [0, 1]
+        assert "ranks are at different questions" in found["apart"]
+    assert "the update starts again on rank 1" in first["told"]
+
+
 def body_bad_arguments() -> list[str]:
     plane = made(20)
     said = []
