@@ -2,26 +2,69 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib
+import json
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
+from ds_hilore.cli.findings import Finding, Severity
+from ds_hilore.cli.plan import read_json
 from ds_hilore.core import deps
-from ds_hilore.core.errors import HiLoReError
+from ds_hilore.core.errors import HiLoReError, UsageError
 from ds_hilore.core.limits import known_limits
 
 
 @dataclass(frozen=True)
-class Finding:
+class Looked:
     """One thing that was looked at. `works` is None for something that is optional and not there."""
 
     name: str
     works: bool | None
     detail: str
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what is found; 0: nothing is wrong, 1: something is.
+
+    Raises:
+        HiLoReError: the command line, or a file that it names, cannot be read.
+    """
+    found = _examined(arguments)
+    wrong = any(finding.severity is Severity.WRONG for finding in found)
+    if arguments.json:
+        print(json.dumps({"findings": [finding.as_json() for finding in found]}, indent=1))
+        return int(wrong)
+    console = Console()
+    healthy = print_diagnosis(console)
+    for finding in found:
+        console.print(f"{finding.severity.value}: {finding.where}: {finding.what}", markup=False, soft_wrap=True)
+        console.print(f"  remedy: {finding.remedy}", markup=False, soft_wrap=True)
+    if arguments.config is not None and not found:
+        console.print(f"nothing is wrong with {arguments.config}", markup=False)
+    return int(wrong or not healthy)
+
+
+def _examined(arguments: argparse.Namespace) -> list[Finding]:
+    """Findings on what the command line names."""
+    if arguments.config is None:
+        if arguments.model is not None or arguments.json:
+            raise UsageError("--model and --json go with --config DS.json")
+        return []
+    ds = read_json(arguments.config)
+    with contextlib.redirect_stdout(sys.stderr):  # hosts write to stdout as they are imported
+        from ds_hilore.cli.checks import check_json, check_source
+
+        found = check_json(ds)
+        if arguments.model is not None and not any(finding.severity is Severity.WRONG for finding in found):
+            found += check_source(arguments.model, ds)
+    return found
 
 
 def print_diagnosis(console: Console) -> bool:
@@ -39,7 +82,7 @@ def print_diagnosis(console: Console) -> bool:
     return healthy
 
 
-def _table(title: str, findings: list[Finding]) -> Table:
+def _table(title: str, findings: list[Looked]) -> Table:
     table = Table("", "", "", title=title, title_justify="left", show_header=False)
     signs = {True: "[green]yes[/]", False: "[red]no[/]", None: "-"}
     for finding in findings:
@@ -47,28 +90,28 @@ def _table(title: str, findings: list[Finding]) -> Table:
     return table
 
 
-def _python() -> Finding:
+def _python() -> Looked:
     problem = deps.problem_with_python()
-    return Finding("python", problem is None, problem or platform.python_version())
+    return Looked("python", problem is None, problem or platform.python_version())
 
 
-def _package(floor: deps.Floor) -> Finding:
+def _package(floor: deps.Floor) -> Looked:
     problem = deps.problem_with(floor)
-    return Finding(floor.package, problem is None, problem or str(deps.installed_version(floor.package)))
+    return Looked(floor.package, problem is None, problem or str(deps.installed_version(floor.package)))
 
 
-def _optional(module: str) -> Finding:
+def _optional(module: str) -> Looked:
     extra, purpose = deps.OPTIONAL[module]
     if deps.has(module):
-        return Finding(module, True, f"{deps.installed_version(module) or 'version unknown'}: {purpose}")
-    return Finding(module, None, f"{purpose}: pip install '{deps.PACKAGE}\\[{extra}]'")  # rich reads [ as markup
+        return Looked(module, True, f"{deps.installed_version(module) or 'version unknown'}: {purpose}")
+    return Looked(module, None, f"{purpose}: pip install '{deps.PACKAGE}\\[{extra}]'")  # rich reads [ as markup
 
 
-def _probed(name: str, probe: Callable[[], str]) -> Finding:
+def _probed(name: str, probe: Callable[[], str]) -> Looked:
     try:
-        return Finding(name, True, probe())
+        return Looked(name, True, probe())
     except (HiLoReError, ImportError, OSError) as error:
-        return Finding(name, False, str(error))
+        return Looked(name, False, str(error))
 
 
 def _cuda() -> str:

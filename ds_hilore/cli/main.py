@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -27,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hilore", description="Store or recompute: recovery plans for DeepSpeed.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="what is installed, what works here, and what is not supported")
+    doctor.add_argument("--config", type=Path, metavar="DS.json", help="look at this DeepSpeed JSON, too")
+    doctor.add_argument("--model", metavar="PATH", help="and at this model: a folder with a config.json, or that file")
+    doctor.add_argument("--json", action="store_true", help="for machines: findings of --config and --model only")
     doctor.set_defaults(run=_doctor)
     planning = commands.add_parser("plan", help=plan.HELP)
     plan.add_arguments(planning)
@@ -39,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return WRONG
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    from ds_hilore.cli.doctor import print_diagnosis
+def _doctor(arguments: argparse.Namespace) -> int:
+    from ds_hilore.cli import doctor
 
-    return 0 if print_diagnosis(Console()) else 1
+    return doctor.run(arguments)
 
 
 if __name__ == "__main__":

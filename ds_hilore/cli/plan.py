@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         HiLoReError: the command line, the JSON or the model is wrong.
     """
-    ds = _read(arguments.config)
+    ds = read_json(arguments.config)
     errors = Console(stderr=True)
     # DeepSpeed and transformers write to stdout as they are imported, which is for the answer
     with contextlib.redirect_stdout(sys.stderr), errors.status("reading the model"):
@@ -190,7 +190,12 @@ def _budget(text: str) -> MemoryBudget | RankBudgets:
         raise UsageError(f"--budgets {text}: {error}") from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The DeepSpeed JSON of --config.
+
+    Raises:
+        UsageError: it cannot be read, or is no JSON object.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

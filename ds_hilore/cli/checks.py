@@ -1,0 +1,108 @@
+"""Checks of `hilore doctor` on a DeepSpeed JSON, a model and an engine, by the library's own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ds_hilore.cli.findings import Finding, Severity
+from ds_hilore.core.config import BLOCK, HiLoReConfig
+from ds_hilore.core.errors import ConfigError, UnsupportedError
+from ds_hilore.core.host_rules import CHECKPOINTING_BLOCK, check_against_ds_json
+
+_CONFIGURATION = "write what the message allows; docs/configuration.md has every key"
+
+
+def check_json(ds: Mapping[str, Any]) -> list[Finding]:
+    """The block, and the rest of the JSON together with it."""
+    try:
+        config = HiLoReConfig.from_ds_json(ds)
+    except ConfigError as error:
+        return [Finding(line, BLOCK, _CONFIGURATION) for line in str(error).splitlines()]
+    if config is None:
+        return [_no_block(ds)]
+    try:
+        notes = check_against_ds_json(config, ds)
+    except UnsupportedError as error:
+        return [_refused(line) for line in str(error).splitlines()[1:]]
+    found = [Finding(note, CHECKPOINTING_BLOCK, "remove the key", Severity.NOTE) for note in notes]
+    if config.max_gradient_error > 0 and not config.compresses:
+        what = f"max_gradient_error = {config.max_gradient_error:g}, and yet nothing may be compressed"
+        remedy = 'leave out "mode": "exact", name codecs, and set profile.calibration_microbatches above 0'
+        found.append(Finding(what, f"{BLOCK}.max_gradient_error", remedy, Severity.NOTE))
+    return found
+
+
+def _no_block(ds: Mapping[str, Any]) -> Finding:
+    for name, inner in ds.items():
+        if isinstance(inner, Mapping) and BLOCK in inner:
+            what = f'the "{BLOCK}" block is inside "{name}", where nobody reads it'
+            return Finding(what, f"{name}.{BLOCK}", "move it to the top level of the JSON")
+    if BLOCK in ds:
+        return Finding("the block is switched off", f"{BLOCK}.enabled", 'remove "enabled": false')
+    return Finding(
+        f'there is no "{BLOCK}" block', "top level of the JSON", f'add "{BLOCK}": {{"memory_budget": "1.10x"}}'
+    )
+
+
+def _refused(line: str) -> Finding:
+    """A line of a refusal: "key = value: reason; way out"."""
+    reason, _, way_out = line.strip().rpartition("; ")
+    return Finding(reason or line.strip(), reason.partition(" = ")[0], way_out)
+
+
+def check_source(source: str, ds: Mapping[str, Any]) -> list[Finding]:
+    """A model of which only the config is there, every parameter trained; `check_json` has found nothing wrong.
+
+    Raises:
+        UsageError, UnsupportedError: there is no model that can be read.
+    """
+    from ds_hilore.integration.outlook import model_of_config
+
+    zero = ds.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    return check_model(model_of_config(source, None, None), HiLoReConfig.from_ds_json(ds) or HiLoReConfig(), stage)
+
+
+def check_model(model: nn.Module, config: HiLoReConfig, zero_stage: int) -> list[Finding]:
+    """A model before DeepSpeed sees it: what is trained, its units, what is refused around them."""
+    from ds_hilore.integration.peft import feeds_from_frozen_embedding
+    from ds_hilore.integration.refusals import refuse_model
+    from ds_hilore.integration.units import find_units
+
+    name = type(model).__name__
+    found = []
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        remedy = "train adapters (peft), or call requires_grad_(True) on what is to be trained"
+        found.append(Finding("no parameter is trained, so no unit has a backward", name, remedy))
+    try:
+        units = find_units(model, config.units)
+    except ConfigError as error:
+        return [*found, Finding(str(error), f"{BLOCK}.units", "name a class or path of this model, or leave it out")]
+    if not units.modules:
+        remedy = f'name them: "{BLOCK}": {{"units": ["YourLayerClass"]}}; Megatron-Core: recompute_granularity="full"'
+        found.append(Finding("no module is checkpointed by its host, so there are no units", name, remedy))
+    if zero_stage == 3 and feeds_from_frozen_embedding(model) and not hasattr(model, "enable_input_require_grads"):
+        remedy = "give the model enable_input_require_grads(), or let the embedding's outputs require grad by a hook"
+        found.append(Finding("a frozen embedding feeds the first ZeRO-3 unit", name, remedy))
+    try:
+        refuse_model(model, units.modules)
+    except UnsupportedError as error:
+        for line in str(error).splitlines()[1:]:
+            what, _, way_out = line.strip().rpartition(": ")
+            found.append(Finding(what, name, way_out))
+    return found
+
+
+def check_engine(engine: Any, units: list[nn.Module]) -> list[Finding]:
+    """An engine that was made by somebody else: ZeRO-3 units that are no leaves, `engine.compile()`."""
+    from ds_hilore.integration.refusals import refuse_engine
+
+    try:
+        refuse_engine(engine, units)
+    except UnsupportedError as error:
+        lines = [line.strip().rpartition(": ") for line in str(error).splitlines()[1:]]
+        return [Finding(what, "engine", way_out) for what, _, way_out in lines]
+    return []
