@@ -42,7 +42,21 @@ def refuse_engine(engine: Any, units: Iterable[nn.Module]) -> None:
             "a ZeRO-3 engine made without us gathers parameters within units, so ranks with different plans would wait "
             "for each other: make it with ds_hilore.initialize, or call ds_hilore.install() before deepspeed.initialize"
         )
+    if (shared := _model_parallel_size(engine)) > 1:
+        found.append(
+            f"its mpu splits the model over {shared} ranks, and replays would wait for each other where plans differ: "
+            "remove the hilore block, or use ZeRO-3 to shard the model"
+        )
     _raise(found, "this engine")
+
+
+def _model_parallel_size(engine: Any) -> int:
+    """Ranks that share one copy of the model: what DeepSpeed asks an `mpu` for (`DeepSpeedEngine.mpu`)."""
+    mpu = getattr(engine, "mpu", None)
+    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        if hasattr(mpu, name):
+            return int(getattr(mpu, name)())
+    return 1
 
 
 def refuse_compiled_model(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,6 +128,12 @@ def attached_twice() -> None:
 
 def attached_to_a_foreign_zero3_engine() -> None:
     attach(engine(_model(), config(3)), HiLoReConfig(), config(3))
+
+
+def attached_to_a_model_parallel_engine() -> None:
+    made = engine(_model(), config(0))
+    made.mpu = SimpleNamespace(get_model_parallel_world_size=lambda: 2)  # one rank: what it says is all that is read
+    attach(made, HiLoReConfig(), config(0))
 
 
 def attached_to_a_compiled_engine() -> None:
@@ -298,6 +305,7 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     budgets_for_another_number_of_ranks: ("ConfigError", ("3 entries", "1 ranks", "one entry per rank")),
     units_that_match_nothing: ("ConfigError", ('"GPT9Block" matches no module', "LlamaDecoderLayer")),
     unit_with_a_forward_of_its_own: ("ConfigError", ("LlamaMLP", "`forward` of its own")),
+    attached_to_a_model_parallel_engine: ("UnsupportedError", ("splits the model over 2 ranks", "ZeRO-3")),
     deepcompile: ("UnsupportedError", ("compile.deepcompile = True", "set it to false")),
     tensor_parallelism: ("UnsupportedError", ("tensor_parallel.autotp_size = 2", "ZeRO-3")),
     compiled_model: ("UnsupportedError", ("whole model is under torch.compile", "inside a decoder layer")),
