@@ -38,7 +38,7 @@ REFUSALS: tuple[Refusal, ...] = (
         ("zero_optimization", "offload_optimizer", "super_offload"),
         "SuperOffload",
         "it is not proven with per-rank plans",
-        "set it to false; plain optimizer offload works",
+        "set it to false (plain optimizer offload works)",
     ),
     Refusal(("tensor_parallel", "autotp_size"), "tensor parallelism", _GROUP, "use ZeRO-3 to shard the model"),
     Refusal(("sequence_parallel_size",), "sequence parallelism", _GROUP, "set it to 1"),

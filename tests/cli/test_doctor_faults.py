@@ -15,6 +15,7 @@ from ds_hilore.cli.checks import check_engine, check_json, check_model
 from ds_hilore.cli.findings import Finding, Severity
 from ds_hilore.cli.main import main
 from ds_hilore.core.config import HiLoReConfig
+from ds_hilore.core.host_rules import REFUSALS, Refusal
 
 
 def only(found: list[Finding]) -> Finding:
@@ -51,6 +52,18 @@ def test_faults_of_a_json(ds: dict[str, Any], what: str, where: str, remedy: str
 def test_what_has_no_effect_is_a_note(ds: dict[str, Any], what: str) -> None:
     found = only(check_json(ds))
     assert what in found.what and found.remedy and found.severity is Severity.NOTE
+
+
+@pytest.mark.parametrize("rule", REFUSALS, ids=lambda rule: rule.feature)
+def test_every_refusal_of_a_json_has_the_way_out_as_its_remedy(rule: Refusal) -> None:
+    ds: dict[str, Any] = {"hilore": {}}
+    node = ds
+    for name in rule.path[:-1]:
+        node = node.setdefault(name, {})
+    node[rule.path[-1]] = 2
+    (found,) = check_json(ds)
+    assert (found.where, found.remedy) == (".".join(rule.path), rule.way_out)
+    assert rule.reason in found.what
 
 
 def test_a_sound_json_has_no_findings() -> None:
