@@ -10,7 +10,7 @@ from torch import nn
 from ds_hilore.cli.findings import Finding, Severity
 from ds_hilore.core.config import BLOCK, HiLoReConfig
 from ds_hilore.core.errors import ConfigError, UnsupportedError
-from ds_hilore.core.host_rules import CHECKPOINTING_BLOCK, check_against_ds_json
+from ds_hilore.core.host_rules import CHECKPOINTING_BLOCK, check_against_ds_json, zero_stage
 
 _CONFIGURATION = "write what the message allows; docs/configuration.md has every key"
 
@@ -26,7 +26,7 @@ def check_json(ds: Mapping[str, Any]) -> list[Finding]:
     try:
         notes = check_against_ds_json(config, ds)
     except UnsupportedError as error:
-        return [_refused(line) for line in str(error).splitlines()[1:]]
+        return [_refused_key(line) for line in str(error).splitlines()[1:]]
     found = [Finding(note, CHECKPOINTING_BLOCK, "remove the key", Severity.NOTE) for note in notes]
     if config.max_gradient_error > 0 and not config.compresses:
         what = f"max_gradient_error = {config.max_gradient_error:g}, and yet nothing may be compressed"
@@ -47,7 +47,7 @@ def _no_block(ds: Mapping[str, Any]) -> Finding:
     )
 
 
-def _refused(line: str) -> Finding:
+def _refused_key(line: str) -> Finding:
     """A line of a refusal: "key = value: reason; way out"."""
     reason, _, way_out = line.strip().rpartition("; ")
     return Finding(reason or line.strip(), reason.partition(" = ")[0], way_out)
@@ -61,9 +61,8 @@ def check_source(source: str, ds: Mapping[str, Any]) -> list[Finding]:
     """
     from ds_hilore.integration.outlook import model_of_config
 
-    zero = ds.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    return check_model(model_of_config(source, None, None), HiLoReConfig.from_ds_json(ds) or HiLoReConfig(), stage)
+    config = HiLoReConfig.from_ds_json(ds) or HiLoReConfig()
+    return check_model(model_of_config(source, None, None), config, zero_stage(ds))
 
 
 def check_model(model: nn.Module, config: HiLoReConfig, zero_stage: int) -> list[Finding]:
@@ -90,9 +89,7 @@ def check_model(model: nn.Module, config: HiLoReConfig, zero_stage: int) -> list
     try:
         refuse_model(model, units.modules)
     except UnsupportedError as error:
-        for line in str(error).splitlines()[1:]:
-            what, _, way_out = line.strip().rpartition(": ")
-            found.append(Finding(what, name, way_out))
+        found += _refused_objects(error, name)
     return found
 
 
@@ -103,6 +100,11 @@ def check_engine(engine: Any, units: list[nn.Module]) -> list[Finding]:
     try:
         refuse_engine(engine, units)
     except UnsupportedError as error:
-        lines = [line.strip().rpartition(": ") for line in str(error).splitlines()[1:]]
-        return [Finding(what, "engine", way_out) for what, _, way_out in lines]
+        return _refused_objects(error, "engine")
     return []
+
+
+def _refused_objects(error: UnsupportedError, where: str) -> list[Finding]:
+    """Lines of integration/refusals.py: "what: way out"."""
+    parts = [line.strip().rpartition(": ") for line in str(error).splitlines()[1:]]
+    return [Finding(what, where, way_out) for what, _, way_out in parts]

@@ -84,6 +84,12 @@ def check_against_ds_json(config: HiLoReConfig, ds: Mapping[str, Any], model_par
     return [line for key, value in keys.items() if (line := _effect(str(key), value))]
 
 
+def zero_stage(ds: Mapping[str, Any]) -> int:
+    """The ZeRO stage that a DeepSpeed JSON names; 0 where it names none, or "auto"."""
+    stage = _lookup(ds, ("zero_optimization", "stage"))
+    return 0 if stage is None or isinstance(stage, str) else int(stage)
+
+
 def _effect(key: str, value: Any) -> str | None:
     """What becomes of one key of `activation_checkpointing`. None where it is off, or a comment."""
     path = f"{CHECKPOINTING_BLOCK}.{key}"

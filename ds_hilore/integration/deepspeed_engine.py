@@ -21,7 +21,7 @@ from ds_hilore.core import deps
 from ds_hilore.core.config import HiLoReConfig, Mode, PaperConfig, RankBudgets
 from ds_hilore.core.errors import ConfigError, UnsupportedError, UsageError
 from ds_hilore.core.fabric import ControlPlane
-from ds_hilore.core.host_rules import check_against_ds_json
+from ds_hilore.core.host_rules import check_against_ds_json, zero_stage
 from ds_hilore.core.types import Solver
 from ds_hilore.integration.architecture import rates_by_class, reach_by_unit
 from ds_hilore.integration.control_plane import control_plane
@@ -105,7 +105,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         plane = _agreed_plane(model, config, ds, units)
         on_failure.callback(plane.close)
         with ExitStack() as stack:
-            if _stage(ds) == 3:
+            if zero_stage(ds) == 3:
                 stack.enter_context(leaf_units(model, units.modules))
                 let_embedding_outputs_require_grad(model)
             result = original(*args, **kwargs)
@@ -337,12 +337,6 @@ def _risk_rules(engine: Any, config: HiLoReConfig) -> RiskRules:
         microbatches=engine.gradient_accumulation_steps(),
         linear=config.mode is Mode.PAPER,
     )
-
-
-def _stage(ds: Mapping[str, Any]) -> int:
-    block = ds.get("zero_optimization", {})
-    stage = block.get("stage", 0) if isinstance(block, Mapping) else 0
-    return int(stage) if not isinstance(stage, str) else 0
 
 
 def _say_start(engine: Any, config: HiLoReConfig, units: Units, notes: list[str], rank: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ds_hilore.core.config import HiLoReConfig
 from ds_hilore.core.errors import UnsupportedError
-from ds_hilore.core.host_rules import check_against_ds_json
+from ds_hilore.core.host_rules import check_against_ds_json, zero_stage
 
 PLAIN: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -94,3 +94,12 @@ def test_keys_without_their_effect_are_named(key: str, value: Any, words: str) -
 def test_keys_that_are_off_are_not_named() -> None:
     off = {"partition_activations": False, "cpu_checkpointing": False, "profile": False, "number_checkpoints": None}
     assert check_against_ds_json(HiLoReConfig(), {"activation_checkpointing": off}) == []
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage"),
+    [({"stage": 3}, 3), ({"stage": "auto"}, 0), ({}, 0), (None, 0), ("auto", 0)],
+)
+def test_stage_that_a_json_names(zero: object, stage: int) -> None:
+    assert zero_stage({"zero_optimization": zero}) == stage
+    assert zero_stage({}) == 0
