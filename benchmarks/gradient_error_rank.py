@@ -29,7 +29,8 @@ from ds_hilore.integration.gradient_distance import distance, is_finite
 from ds_hilore.integration.held_out import Judging
 from ds_hilore.objective.grpo import GRPOLossConfig
 from ds_hilore.objective.update import count_update_tokens
-from ds_hilore.profiling.calibrate import Agreement, Calibration, Cost, Judgement
+from ds_hilore.profiling.calibrate import Agreement, Calibration, Judgement
+from ds_hilore.profiling.calibration_cost import Cost
 from ds_hilore.profiling.held_out import HeldOut
 from examples.arithmetic.model import Actor, default_cache_dir, load_actor, packaged_model
 from examples.arithmetic.rollout import Microbatch, Rollout, Sampling, to_microbatches

@@ -62,14 +62,18 @@ class Judging:
         if not all(self._plane.exchange("exact gradient is finite", self._finite(exact))):
             self.held_out.calibration.cost.note(time.perf_counter() - started, 1)
             return None
-        self.held_out.begin()
+        seen = []
         for position in range(passes):
             treatments = wanted[position] if position < len(wanted) else {}
             near = gradients(treatments)  # under ZeRO-3 each pass gathers parameters
             predicted = self._predicted(treatments, exposed)
             if treatments and math.isfinite(predicted):
-                self.held_out.note(treatments, predicted, self._distance(near, exact))
+                seen.append((treatments, predicted, self._distance(near, exact)))
             del near  # one more gradient would be held while the next pass runs
+        self._plane.exchange("held-out passes are over", None)  # one that fails on a rank counts on none
+        self.held_out.begin()
+        for each in seen:
+            self.held_out.note(*each)
         self.held_out.calibration.cost.note(time.perf_counter() - started, passes + 1)
         return self._close() if self.held_out.full else None
 

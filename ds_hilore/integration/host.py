@@ -71,7 +71,7 @@ class AttachedHost:
             self._stack.callback(undo_gated_mlps, apply_gated_mlps(self.units.modules))
 
     def _change_engine(self) -> None:
-        self._wrap("forward", "backward", "step", "load_checkpoint", "no_sync", "compile")
+        self._wrap("forward", "backward", "allreduce_gradients", "step", "load_checkpoint", "no_sync", "compile")
 
     def _wrap(self, *names: str) -> None:
         """Leads methods of the engine through those of ours that have an underscore before the same name."""
@@ -93,13 +93,13 @@ class AttachedHost:
             return original(*args, **kwargs)
         refuse_compiled_model(self.engine.module)
         self._say_if_idle()
-        with self._update_at_stake():  # another rank's may have been given up
+        with self._update_at_stake():
             self._meet_ranks()
-        self.controller.context.rng_tracker = ModelParallelRng.if_used()
-        with forward_of(self.controller), self._checked_forward() as recording, self._update_at_stake():
-            result = original(*args, **kwargs)
-        self.controller.outputs.mark(result)
-        return result if recording is None else recording.leaving(result)
+            self.controller.context.rng_tracker = ModelParallelRng.if_used()
+            with forward_of(self.controller), self._checked_forward() as recording:
+                result = original(*args, **kwargs)
+            self.controller.outputs.mark(result)
+            return result if recording is None else recording.leaving(result)
 
     def _say_if_idle(self) -> None:
         """transformers checkpoints layers in training mode only, and `from_pretrained` gives models in eval mode."""
@@ -119,6 +119,8 @@ class AttachedHost:
             kwargs = {**dict(zip(("loss", "retain_graph", "scale_wrt_gas"), args)), **kwargs}
         again = kwargs.get("retain_graph", False)
         with self._update_at_stake():
+            if self._reduces_in_backward:
+                self._meet("backward begins")
             self.controller.begin_backward(may_come_again=again)
             with self.scale.backward(kwargs.get("scale_wrt_gas", True)):
                 result = original(**kwargs)
@@ -128,14 +130,21 @@ class AttachedHost:
                     self.checks.backward_done()
         return result
 
+    def _allreduce_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed calls it when the backward of each microbatch is over; without shards of gradients it waits for
+        other ranks only in that of the last one."""
+        if not self._reduces_in_backward and self.engine.is_gradient_accumulation_boundary():
+            self._meet("gradients are complete")
+        original(*args, **kwargs)
+
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         boundary = self.engine.is_gradient_accumulation_boundary()
         norm = None
-        if boundary and self.checks is not None:
-            with self._update_at_stake():
+        with self._update_at_stake():
+            if boundary and self.checks is not None:
                 self.checks.before_step()
                 norm = local_gradient_norm(self.engine)
-        result = original(*args, **kwargs)
+            result = original(*args, **kwargs)
         if boundary:
             if self.checks is not None and norm is None:
                 norm = engine_gradient_norm(self.engine)
@@ -165,6 +174,17 @@ class AttachedHost:
         first = self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0
         if first or self.engine.zero_optimization_stage() >= 2:
             self.plane.agree("microbatch", self.controller.progress() | {"micro_steps": self.engine.micro_steps})
+
+    @property
+    def _reduces_in_backward(self) -> bool:
+        """Whether gradients are reduced while a backward runs, so that a rank in it waits for those that are not."""
+        stage = self.engine.zero_optimization_stage()
+        return stage >= 2 or (stage == 1 and bool(self.engine.zero_overlap_comm()))
+
+    def _meet(self, what: str) -> None:
+        """Every rank has come this far: what comes next waits for all of them, and longer than the control plane."""
+        if self.plane.world_size > 1:
+            self.plane.exchange(what, None)
 
     @contextmanager
     def _update_at_stake(self) -> Iterator[None]:

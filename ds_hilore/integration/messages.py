@@ -4,9 +4,10 @@
 # C1: every exchange is one all-gather of a message of fixed size, and a second one only where a payload is larger.
 # C2: a message carries a sequence number and the name of its question. All ranks see all messages, so ranks that are
 #     at different questions all find out in the same exchange.
-# C3: nothing waits longer than the time limit. What has failed once stays failed: ranks are out of step then, and
-#     another exchange could answer one question with another's payload.
-#     Except where a rank's update starts again: it says so with its next question (`update_restarts`). Ranks that are
+# C3: nothing waits longer than the time limit. Where a rank did not come in time the plane has failed for good: ranks
+#     are out of step, and another exchange could answer one question with another's payload.
+#     Different questions leave it usable (C2): nobody has been answered, and all know it.
+#     So does a rank whose update starts again: it says so with its next question (`update_restarts`). Ranks that are
 #     elsewhere learn it there, all in the same exchange, and start theirs again too; the one that was first asks again.
 # C4: payloads travel as JSON, never as pickles: data of other ranks is not executed.
 """
@@ -75,8 +76,8 @@ class Received:
 class MessagePlane(ABC):
     """A control plane over a channel that gathers messages; what the channel is, its subclass says.
 
-    A disagreement found by `agree` leaves the plane usable: all ranks are in step and know the same. After a rank was
-    late, gone or at another question, every further call raises at once (C3); a restarted update is no failure.
+    A disagreement found by `agree`, ranks at different questions and a restarted update leave the plane usable: all
+    ranks are in step and know the same. After a rank was late or gone, every further call raises at once (C3).
 
     Args:
         rank, world_size: of the job.
@@ -195,8 +196,8 @@ class MessagePlane(ABC):
     def _refuse_other_questions(self, received: Sequence[Received]) -> None:
         places = [f"{answer.question!r} (exchange {answer.sequence})" for answer in received]
         if len(set(places)) > 1:
-            self._fail(
-                f"ranks are at different questions: {_by_value(places)}; "
+            raise RankMismatch(
+                f"rank {self.rank} of {self.world_size}: ranks are at different questions: {_by_value(places)}; "
                 "all ranks must make the same calls in the same order: compare their scripts and their data"
             )
 

@@ -24,7 +24,7 @@ from ds_hilore.integration.zero3 import REDUCER_ATTRIBUTE
 
 
 def reset_update(engine: Any) -> None:
-    """Makes it right to do the whole current update again, after an exception in its forward or backward.
+    """Makes it right to do the whole current update again, after an exception in it.
 
     With gradient accumulation the update begins again at its first microbatch: `micro_steps` goes back to the last
     boundary, unless the caller sets boundaries by `set_gradient_accumulation_boundary`: then the caller must set them
@@ -36,8 +36,9 @@ def reset_update(engine: Any) -> None:
     gradients (ZeRO-3 gathers its persistent parameters again).
 
     Args:
-        engine: a DeepSpeed engine of ZeRO stage 0, 1, 2 or 3, with or without CPU offload. Pipeline engines, NVMe
-            offload and an interruption within `engine.step` are not covered.
+        engine: a DeepSpeed engine of ZeRO stage 0, 1, 2 or 3, with or without CPU offload. Pipeline engines and NVMe
+            offload are not covered. After an interruption within `engine.step` gradients are forgotten too; weights
+            that the optimizer has changed by then stay changed.
     """
     from deepspeed.accelerator import get_accelerator
 

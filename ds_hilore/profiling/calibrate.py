@@ -13,7 +13,8 @@ NOTE [Calibration]
 K1  Each microbatch visits each place once, whatever the number of units: the unit rotates within the band, in an order
     that spreads over it, and none comes twice before all came once.
 K2  A place that is known well enough, or that overflowed, is visited no more.
-K3  All of it takes no longer than `Cost.MOST_UPDATES` updates. A pass that was never timed counts as a whole update.
+K3  All of it takes no longer than `Cost.MOST_UPDATES` updates, and is planned for less. A pass that was never timed
+    counts as a whole update.
 K4  Slopes are judged by regression.py. A place that cannot be told from zero borrows the slope of all depths; one that
     contradicts itself or overflowed is disabled, and says why.
 K5  Microbatches that judge predictions never fitted them (held_out.py); what that takes is kept aside of K3.
@@ -32,6 +33,7 @@ from dataclasses import dataclass, field
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.types import UnitId
+from ds_hilore.profiling.calibration_cost import Cost
 from ds_hilore.profiling.coherence import Coherence
 from ds_hilore.profiling.regression import Fit, Point, Verdict, spearman, through_origin
 
@@ -135,51 +137,6 @@ class Used:
     @property
     def kappa(self) -> float:
         return self.fit.kappa
-
-
-@dataclass
-class Cost:
-    """What calibration took and may take, on this rank.
-
-    Attributes:
-        seconds: of all passes, exact ones included.
-        passes: gradients computed in that time.
-        slowest: seconds of one pass, of the slowest microbatch.
-        update_seconds: of one update of training; None: not known, nothing is capped.
-    """
-
-    MOST_UPDATES = 30.0
-
-    seconds: float = 0.0
-    passes: int = 0
-    slowest: float = 0.0
-    update_seconds: float | None = None
-
-    def note(self, seconds: float, passes: int) -> None:
-        """One microbatch took this long for so many gradients.
-
-        Raises:
-            UsageError: that is impossible.
-        """
-        if not (0 <= seconds < math.inf and passes >= 1):
-            raise UsageError(f"{passes} passes cannot have taken {seconds} s")
-        self.seconds += seconds
-        self.passes += passes
-        self.slowest = max(self.slowest, seconds / passes)
-
-    @property
-    def updates(self) -> float | None:
-        """Seconds as a number of updates; None where those were not timed."""
-        return self.seconds / self.update_seconds if self.update_seconds else None
-
-    @property
-    def passes_left(self) -> float:
-        """Passes that still fit; infinite without a cap. Each may take as long as the slowest so far (K3)."""
-        if not self.update_seconds:
-            return math.inf
-        each = self.slowest if self.passes else self.update_seconds
-        left = self.MOST_UPDATES * self.update_seconds - self.seconds
-        return math.inf if each == 0 else max(0.0, left / each)
 
 
 @dataclass

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ds_hilore.core.types import UnitId
-from ds_hilore.profiling.calibrate import Calibration, Cost, Judgement, Observation, Place
+from ds_hilore.profiling.calibrate import Calibration, Judgement, Observation, Place
+from ds_hilore.profiling.calibration_cost import Cost
 from ds_hilore.profiling.coherence import Coherence
 from ds_hilore.profiling.layout import Fingerprint, StoredFingerprint
 from ds_hilore.profiling.strict import LARGEST, Amount, Count, Strict, Text

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from ds_hilore.integration import gradient_checks
-from ds_hilore.profiling.calibrate import Cost
+from ds_hilore.profiling.calibration_cost import Cost
 from ds_hilore.profiling.held_out import SINGLES
 from ds_hilore.runtime.parts import Stage
 from tests.engines import config
@@ -64,7 +64,7 @@ def run(
     with (
         mock.patch.object(gradient_checks, "gradients_of", passes := Passes()),
         mock.patch.object(
-            Cost, "MOST_UPDATES", 1e9
+            Cost, "PLANNED_UPDATES", 1e9
         ),  # of updates this small: what they take on a busy machine is chance
     ):
         number = 0

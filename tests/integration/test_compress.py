@@ -13,7 +13,7 @@ from torch import Tensor
 import ds_hilore
 from ds_hilore.objective.grpo import GRPOLossConfig
 from ds_hilore.planning.problem import evaluate
-from ds_hilore.profiling.calibrate import Cost
+from ds_hilore.profiling.calibration_cost import Cost
 from ds_hilore.runtime.parts import Stage
 from tests.engines import config
 from tests.integration import updates
@@ -49,7 +49,7 @@ def update(engine: Any, number: int, scale: float = 1.0) -> None:
         engine.step()
 
 
-@patch.object(Cost, "MOST_UPDATES", 1e6)  # on a busy machine passes take many times the fastest update
+@patch.object(Cost, "PLANNED_UPDATES", 1e6)  # on a busy machine passes take many times the fastest update
 def trained(stage: int, accumulation: int = 2, updates_run: int = 14, **block: Any) -> dict[str, Any]:
     """Runs updates under a budget that stores half of the units; gives audits and what was done."""
     block = {

@@ -162,7 +162,7 @@ def test_disagreement_is_told_on_every_rank_and_leaves_the_plane_usable(job: Ran
 def body_other_questions() -> dict[str, Any]:
     plane = made(20)
     said = refusal(plane.exchange, ("update", "start")[plane.rank], 0)
-    again = refusal(plane.exchange, "update", 0)
+    again = plane.exchange("update", 0)
     plane.close()
     return {"said": said, "again": again}
 
@@ -170,7 +170,7 @@ def body_other_questions() -> dict[str, Any]:
 def test_ranks_at_different_questions_both_hear_both_names(job: RankPool) -> None:
     for answer in job.run(f"{HERE}:body_other_questions"):
         assert "'update' (exchange 1) on rank 0; 'start' (exchange 1) on rank 1" in answer["said"]
-        assert "failed before" in answer["again"]
+        assert answer["again"] == [0, 0]
 
 
 def body_restart(question: str) -> dict[str, Any]:

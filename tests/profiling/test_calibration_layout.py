@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ds_hilore.core.types import UnitId
-from ds_hilore.profiling.calibrate import Calibration, Cost, Observation, Place
+from ds_hilore.profiling.calibrate import Calibration, Observation, Place
+from ds_hilore.profiling.calibration_cost import Cost
 from ds_hilore.profiling.calibration_layout import Progress, as_dict, from_dict
 
 CODECS = {"dense": (("mlp", "int8:64"), ("residual", "bf16"))}

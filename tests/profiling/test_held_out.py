@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ds_hilore.core.treatment import Treatment
 from ds_hilore.core.types import UnitId
-from ds_hilore.profiling.calibrate import JUDGING_PASSES, Calibration, Cost, Observation, Place
+from ds_hilore.profiling.calibrate import JUDGING_PASSES, Calibration, Observation, Place
+from ds_hilore.profiling.calibration_cost import Cost
 from ds_hilore.profiling.held_out import LEAST, MARGIN, MICROBATCHES, SINGLES, HeldOut, Outcome
 
 SMALL, LARGE = Treatment.parse("L:mlp=bf16"), Treatment.parse("L:mlp=int8")
@@ -57,10 +58,10 @@ def test_without_a_plan_those_alone_are_put_together() -> None:
     assert HeldOut(calibration()).wanted([], TOGETHER) == []
 
 
-@given(st.floats(0, 30), st.integers(1, 100))
+@given(st.floats(0, Cost.PLANNED_UPDATES), st.integers(1, 100))
 def test_two_microbatches_are_judged_whatever_is_left(left: float, passes: int) -> None:
-    """Of the thirty updates that calibration may take; more of them only as far as there is room."""
-    made = calibration(seconds=30.0 - left, passes=passes, slowest=1.0, update_seconds=1.0)
+    """Of the updates that calibration may take; more of them only as far as there is room."""
+    made = calibration(seconds=Cost.PLANNED_UPDATES - left, passes=passes, slowest=1.0, update_seconds=1.0)
     held_out = HeldOut(made)
     count = 0
     while not (held_out.full or held_out.out_of_room):
@@ -70,7 +71,7 @@ def test_two_microbatches_are_judged_whatever_is_left(left: float, passes: int) 
         made.cost.note(1.0 + len(wanted), 1 + len(wanted))
         count += 1
     assert LEAST <= count <= MICROBATCHES
-    assert made.cost.seconds <= max(30.0, 30.0 - left + JUDGING_PASSES) + 1e-9
+    assert made.cost.seconds <= max(left, JUDGING_PASSES) + Cost.PLANNED_UPDATES - left + 1e-9
 
 
 def test_judged_microbatches_have_fitted_nothing_and_are_counted_on() -> None:
