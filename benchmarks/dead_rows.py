@@ -26,8 +26,8 @@ import ds_hilore
 from benchmarks.bench import SOLVED_S, Bench, relative_error
 from benchmarks.methods import NONE, TORCH
 from benchmarks.records import Case
-from benchmarks.statistics import Ratio
 from benchmarks.subject import PRESETS, Batch
+from ds_hilore.cli.statistics import Ratio
 from ds_hilore.core.budget import BudgetKind, MemoryBudget
 
 SHORTEST = 0.1

@@ -9,7 +9,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.records import Case
@@ -17,6 +16,7 @@ from benchmarks.selective import selective_checkpoint
 from ds_hilore.core.config import Mode
 from ds_hilore.core.treatment import REPLAYED, STORED, Treatment
 from ds_hilore.core.types import Action
+from ds_hilore.integration.checkpoint import deepspeed_checkpoint
 
 torch_checkpoint = partial(checkpoint, use_reentrant=False)
 
@@ -121,25 +121,6 @@ class ByLayer:
         self._calls += 1
         run = self._for_chosen if layer in self._chosen else self._for_others
         return run(function, *args, **kwargs)
-
-
-def deepspeed_checkpoint() -> Callable[..., Any]:
-    """DeepSpeed's own checkpoint function, under our patch of it.
-
-    It is reentrant: without an input that needs a gradient (LoRA on a frozen embedding) nothing would be
-    differentiated, so the first layer's input is made to need one, as `enable_input_require_grads` does.
-    """
-    from deepspeed.runtime.activation_checkpointing import checkpointing
-
-    original = getattr(checkpointing.checkpoint, "_hilore_original", checkpointing.checkpoint)
-
-    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        first = args[0]
-        if isinstance(first, Tensor) and not first.requires_grad:
-            args = (first.detach().requires_grad_(), *args[1:])
-        return original(partial(function, **kwargs), *args)
-
-    return run
 
 
 def layer_count(engine: Any) -> int:

@@ -34,8 +34,8 @@ from rich.console import Console
 from benchmarks.measure import PeakReport, Spec, TimeReport, read_peaks, read_times
 from benchmarks.methods import LOSSY, METHODS, NONE, SELECTIVE, TORCH, needs_paper_engine
 from benchmarks.records import Case, Record, table
-from benchmarks.statistics import Ratio
 from benchmarks.subject import PRESETS, sized
+from ds_hilore.cli.statistics import Ratio
 from ds_hilore.memory.glibc import TIGHT_ENVIRONMENT
 
 

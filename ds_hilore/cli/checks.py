@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from ds_hilore.cli.account import gigabytes
 from ds_hilore.cli.findings import Finding, Severity
 from ds_hilore.core.config import BLOCK, HiLoReConfig
-from ds_hilore.core.errors import ConfigError, UnsupportedError
-from ds_hilore.core.host_rules import CHECKPOINTING_BLOCK, check_against_ds_json, zero_stage
+from ds_hilore.core.errors import ConfigError, UnsupportedError, UsageError
+from ds_hilore.core.host_rules import CHECKPOINTING_BLOCK, check_against_ds_json
 
 _CONFIGURATION = "write what the message allows; docs/configuration.md has every key"
 
@@ -53,16 +54,49 @@ def _refused_key(line: str) -> Finding:
     return Finding(reason or line.strip(), reason.partition(" = ")[0], way_out)
 
 
-def check_source(source: str, ds: Mapping[str, Any]) -> list[Finding]:
-    """A model of which only the config is there, every parameter trained; `check_json` has found nothing wrong.
+def check_source(source: str, config: HiLoReConfig, zero_stage: int) -> list[Finding]:
+    """A model of which only the config is there, every parameter trained.
 
     Raises:
-        UsageError, UnsupportedError: there is no model that can be read.
+        UsageError: there is no config that can be read.
     """
     from ds_hilore.integration.outlook import model_of_config
 
-    config = HiLoReConfig.from_ds_json(ds) or HiLoReConfig()
-    return check_model(model_of_config(source, None, None), config, zero_stage(ds))
+    try:
+        model = model_of_config(source, None, None)
+    except UnsupportedError as error:
+        remedy = "name a causal language model of transformers; of another model, name the units and look in the run"
+        return [Finding(str(error).removeprefix(f"{source}: "), source, remedy)]
+    return check_model(model, config, zero_stage)
+
+
+def check_budget(source: str, ds: Mapping[str, Any], tokens: tuple[int, int], world: int) -> list[Finding]:
+    """Whether the budget holds the model with every unit replayed, LoRA adapters (which need least) being trained.
+
+    Args:
+        tokens: sequences of a microbatch, and their length.
+        world: data-parallel ranks.
+    """
+    from ds_hilore.cli.answer import machine_of, own_answer
+    from ds_hilore.core.types import Shape
+    from ds_hilore.integration.outlook import Training, outlook
+
+    where = f"{BLOCK}.memory_budget"
+    machine = machine_of()
+    try:
+        seen = outlook(source, ds, Training(Shape(*tokens), world_size=world), machine.speed)
+        answer = own_answer(seen, ds, world, machine)
+    except (ConfigError, UnsupportedError, UsageError) as error:  # a list of another size; layers that nobody knows
+        remedy = "say --world as the job has it; `hilore plan` shows the rest"
+        return [Finding(str(error), where, remedy, Severity.NOTE)]
+    if answer.refused is None:
+        return []
+    least, missing = answer.refused.min_bytes, answer.refused.missing_bytes
+    what = (
+        f"the budget of {gigabytes(answer.budget_bytes)} is {gigabytes(missing)} less than replaying every unit needs "
+        f"for {tokens[0]} x {tokens[1]} tokens"
+    )
+    return [Finding(what, where, f"write at least {least}, or use smaller microbatches, ZeRO-3, or its offload")]
 
 
 def check_model(model: nn.Module, config: HiLoReConfig, zero_stage: int) -> list[Finding]:

@@ -8,17 +8,52 @@ import importlib
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ds_hilore.cli.findings import Finding, Severity
-from ds_hilore.cli.plan import read_json
+from ds_hilore.cli.options import read_json
 from ds_hilore.core import deps
-from ds_hilore.core.errors import HiLoReError, UsageError
+from ds_hilore.core.config import HiLoReConfig
+from ds_hilore.core.errors import ConfigError, HiLoReError, UsageError
+from ds_hilore.core.host_rules import zero_stage
 from ds_hilore.core.limits import known_limits
+
+HELP = "what is installed, what works here, and what is wrong with a DeepSpeed JSON, a model or a script"
+EPILOG = """\
+examples:
+  hilore doctor
+  hilore doctor --config ds.json
+  hilore doctor --config ds.json --model ./Llama-3.1-8B --tokens 4 4096 --script train.py
+  hilore doctor --config ds.json --json | jq -r '.findings[] | .where + ": " + .remedy'
+
+--model is a folder with a config.json (or that file); no weights are read. --script is read, never run.
+
+exit codes: 0 nothing is wrong (notes name what has no effect); 1 something is, each with a remedy; 2 the command line
+or a file that it names is wrong.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--config", type=Path, metavar="DS.json", help="look at this DeepSpeed JSON, too")
+    parser.add_argument("--model", metavar="PATH", help="and at this model: a folder with a config.json, or that file")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs=2,
+        default=(1, 1),
+        metavar=("B", "T"),
+        help="a microbatch: does the budget hold it? (default 1 1)",
+    )
+    parser.add_argument("--world", type=int, default=1, metavar="N", help="data-parallel ranks (default 1)")
+    parser.add_argument("--script", type=Path, metavar="TRAIN.py", help="and at this script, which is not run")
+    parser.add_argument("--json", action="store_true", help="for machines: findings only")
 
 
 @dataclass(frozen=True)
@@ -42,29 +77,73 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"findings": [finding.as_json() for finding in found]}, indent=1))
         return int(wrong)
     console = Console()
-    healthy = print_diagnosis(console)
+    print_diagnosis(console)
     for finding in found:
         console.print(f"{finding.severity.value}: {finding.where}: {finding.what}", markup=False, soft_wrap=True)
         console.print(f"  remedy: {finding.remedy}", markup=False, soft_wrap=True)
-    if arguments.config is not None and not found:
-        console.print(f"nothing is wrong with {arguments.config}", markup=False)
-    return int(wrong or not healthy)
+    named = " and ".join(str(path) for path in (arguments.config, arguments.model, arguments.script) if path)
+    if named and not found:
+        console.print(f"nothing is wrong with {named}", markup=False, soft_wrap=True)
+    return int(wrong)
 
 
 def _examined(arguments: argparse.Namespace) -> list[Finding]:
-    """Findings on what the command line names."""
-    if arguments.config is None:
-        if arguments.model is not None or arguments.json:
-            raise UsageError("--model and --json go with --config DS.json")
-        return []
-    ds = read_json(arguments.config)
-    with contextlib.redirect_stdout(sys.stderr):  # hosts write to stdout as they are imported
-        from ds_hilore.cli.checks import check_json, check_source
+    """Findings on this machine, and on what the command line names."""
+    if arguments.model is not None and arguments.config is None:
+        raise UsageError("--model goes with --config DS.json")
+    if arguments.world < 1 or min(arguments.tokens) < 1:
+        raise UsageError("--tokens and --world must be at least 1")
+    ds = {} if arguments.config is None else read_json(arguments.config)
+    # hosts write to stdout as they are imported
+    with contextlib.redirect_stdout(sys.stderr), Console(stderr=True).status("looking"):
+        from ds_hilore.cli.surroundings import check_backend, check_packages
 
-        found = check_json(ds)
-        if arguments.model is not None and not any(finding.severity is Severity.WRONG for finding in found):
-            found += check_source(arguments.model, ds)
+        found = check_packages()
+        if any(deps.installed_version(floor.package) is None for floor in deps.REQUIRED):
+            what = "nothing else is looked at while packages are missing"
+            return [*found, Finding(what, "this machine", "install them, then look again", Severity.NOTE)]
+        found += check_backend()
+        if arguments.config is not None:
+            found += _of_json(ds, arguments)
+        if arguments.script is not None:
+            from ds_hilore.cli.script import check_script
+
+            json_name = "" if arguments.config is None else arguments.config.name
+            found += check_script(arguments.script, ds, _readable_block(ds), json_name)
     return found
+
+
+def _of_json(ds: Mapping[str, Any], arguments: argparse.Namespace) -> list[Finding]:
+    """The JSON, what its block says of this machine, and the model under it."""
+    from ds_hilore.cli.checks import check_budget, check_json, check_source
+    from ds_hilore.cli.surroundings import check_device, check_profiles, device_now
+
+    found = check_json(ds)
+    sound = not any(finding.severity is Severity.WRONG for finding in found)
+    config = _readable_block(ds)
+    if config is not None:
+        held = device_now()
+        found += [*check_profiles(config, ds), *([] if held is None else check_device(config, held))]
+    if arguments.model is None:
+        return found
+    if config is None:
+        what = "the model is looked at with a block of defaults, and whether it fits not at all: no block can be read"
+        found.append(Finding(what, arguments.model, "mend the block, then look again", Severity.NOTE))
+    of_model = check_source(arguments.model, config or HiLoReConfig(), zero_stage(ds))
+    found += of_model
+    if config is None:
+        return found
+    if not sound or any(finding.severity is Severity.WRONG for finding in of_model):
+        what = "whether the budget holds the model is not looked at while something else is wrong"
+        return [*found, Finding(what, arguments.model, "mend that, then look again", Severity.NOTE)]
+    return found + check_budget(arguments.model, ds, tuple(arguments.tokens), arguments.world)
+
+
+def _readable_block(ds: Mapping[str, Any]) -> HiLoReConfig | None:
+    """The block, where it is there, switched on and right."""
+    with contextlib.suppress(ConfigError):
+        return HiLoReConfig.from_ds_json(ds)
+    return None
 
 
 def print_diagnosis(console: Console) -> bool:

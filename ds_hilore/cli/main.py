@@ -1,18 +1,44 @@
-"""The command `hilore`: its subcommands and their arguments."""
+"""The command `hilore`: its subcommands, and the exit codes that all of them have in common."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 from rich.console import Console
 
-from ds_hilore.cli import plan
+from ds_hilore.cli import bench, doctor, plan, profile, summary
 from ds_hilore.core.errors import HiLoReError
 
 #: Exit code of a command line, a JSON or a model that is wrong; argparse has the same.
 WRONG = 2
+#: Exit code of a run that was begun and failed: memory ran out, a rank did not answer, state could not be recovered.
+FAILED = 3
+
+DESCRIPTION = """\
+Store or recompute: recovery plans for DeepSpeed. Without a command: what is installed here, what the DeepSpeed JSON and
+the model in this folder could save, and what to type next."""
+EPILOG = """\
+examples:
+  hilore
+  hilore plan --config ds.json --model ./Llama-3.1-8B --tokens 4 4096 --world 8
+  hilore doctor --config ds.json --model ./Llama-3.1-8B --script train.py
+  hilore bench --config ds.json --model ./Llama-3.1-8B --tokens 4 4096
+  hilore COMMAND --help
+
+exit codes, of all commands: 0 yes; 1 no (something is wrong, does not fit, or does not pay); 2 the request is wrong,
+and stderr says how; 3 a run was begun and failed.
+"""
+
+#: Each has HELP, EPILOG, `add_arguments(parser)` and `run(arguments)`, which gives the exit code.
+COMMANDS: Mapping[str, ModuleType] = {
+    "doctor": doctor,
+    "plan": plan,
+    "profile": profile,
+    "bench": bench,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,31 +48,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; those of the process by default.
 
     Returns:
-        The exit code: 0 for success, 1 where something that is needed is wrong or does not fit, 2 for a request that
-        makes no sense; its reason is on stderr.
+        The exit code: 0 for success, 1 where something that is needed is wrong, does not fit or does not pay, 2 for a
+        request that makes no sense, 3 for a run that failed; the reason of 2 and 3 is on stderr.
     """
-    parser = argparse.ArgumentParser(prog="hilore", description="Store or recompute: recovery plans for DeepSpeed.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="what is installed, what works here, and what is not supported")
-    doctor.add_argument("--config", type=Path, metavar="DS.json", help="look at this DeepSpeed JSON, too")
-    doctor.add_argument("--model", metavar="PATH", help="and at this model: a folder with a config.json, or that file")
-    doctor.add_argument("--json", action="store_true", help="for machines: findings of --config and --model only")
-    doctor.set_defaults(run=_doctor)
-    planning = commands.add_parser("plan", help=plan.HELP)
-    plan.add_arguments(planning)
-    planning.set_defaults(run=plan.run)
-    parsed = parser.parse_args(arguments)
+    parsed = _parser().parse_args(_own(sys.argv[1:] if arguments is None else arguments))
     try:
         return int(parsed.run(parsed))
     except HiLoReError as error:
-        Console(stderr=True).print(f"hilore: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return WRONG
+        return reported(error)
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    from ds_hilore.cli import doctor
+def reported(error: HiLoReError) -> int:
+    """Says an error on stderr; gives its exit code."""
+    Console(stderr=True).print(f"hilore: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return FAILED if isinstance(error, RuntimeError) else WRONG
 
-    return doctor.run(arguments)
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hilore", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="for machines: the summary as one object")
+    parser.set_defaults(run=summary.run)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=f"{module.HELP}.",
+            epilog=module.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _own(arguments: Sequence[str]) -> list[str]:
+    """Without what DeepSpeed's launcher puts in front."""
+    return [argument for argument in arguments if not argument.startswith("--local_rank")]
 
 
 if __name__ == "__main__":

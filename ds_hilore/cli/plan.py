@@ -6,23 +6,18 @@ import argparse
 import contextlib
 import json
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ds_hilore.cli.account import account_table, gigabytes
-from ds_hilore.core.budget import MemoryBudget, RankBudgets, parse_budget
-from ds_hilore.core.config import HiLoReConfig
+from ds_hilore.cli.answer import Answer, Machine, answer_to, budget_of, machine_of, own_answer
+from ds_hilore.cli.options import add_subject, add_training, read_json, training_of
 from ds_hilore.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ds_hilore.integration.outlook import Outlook, Training
-    from ds_hilore.planning.problem import Infeasible
-    from ds_hilore.profiling.cost_model import DeviceSpeed
-    from ds_hilore.profiling.job import Planned
+    from ds_hilore.integration.outlook import Outlook
 
 #: Exit codes: a plan fits the JSON's own budget and the device; none does. 2: the request is wrong (main.py).
 FITS, DOES_NOT_FIT = 0, 1
@@ -49,37 +44,14 @@ is wrong.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.description, parser.epilog = HELP + ".", EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--config", type=Path, required=True, metavar="DS.json", help="the DeepSpeed JSON")
-    parser.add_argument("--model", required=True, metavar="PATH", help="folder with a config.json, or that file")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        nargs=2,
-        required=True,
-        metavar=("B", "T"),
-        help="a microbatch: sequences, and their length",
-    )
+    add_subject(parser)
     parser.add_argument("--world", type=int, default=1, metavar="N", help="data-parallel ranks (default 1)")
     parser.add_argument(
         "--budgets", nargs="+", metavar="BUDGET", help=f"as memory_budget (default {' '.join(BUDGETS)})"
     )
     parser.add_argument("--json", action="store_true", help="for machines: one object, bytes and seconds")
-    training = parser.add_argument_group("training")
-    training.add_argument("--lora-rank", type=int, default=16, metavar="R", help="default 16")
-    training.add_argument(
-        "--lora-targets", nargs="+", default=["all-linear"], metavar="NAME", help="as peft's (default all-linear)"
-    )
-    training.add_argument("--lora-dropout", type=float, default=0.0, metavar="P")
-    training.add_argument("--full-finetuning", action="store_true", help="every parameter is trained, no LoRA")
-    training.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help='for "auto" in the JSON')
-    training.add_argument("--accumulation", type=int, default=1, metavar="N", help='for "auto" in the JSON')
-    training.add_argument(
-        "--attention", choices=("eager", "sdpa", "flash_attention_2"), help="default: the model's own"
-    )
+    training = add_training(parser)
     training.add_argument("--padded", action="store_true", help="batches come with a padding mask")
-    training.add_argument("--whole-logits", action="store_true", help="the loss makes the logits of all tokens at once")
     machine = parser.add_argument_group("device")
     machine.add_argument("--device", metavar="NAME", help="A100-80GB, H100, ...: its memory, and shares of its speed")
     machine.add_argument("--device-gb", type=float, metavar="GB", help="its memory, in GiB")
@@ -90,48 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The device that is planned for. `said`: where its numbers come from."""
-
-    memory_bytes: int
-    speed: DeviceSpeed
-    said: str
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One budget: as it was written, in bytes, and what comes of it: a plan, or what even replaying everything lacks.
-
-    A plan may also be larger than the device, where the budget is.
-    """
-
-    written: str
-    budget_bytes: int
-    device_bytes: int
-    planned: Planned | None
-    refused: Infeasible | None
-
-    @property
-    def too_large(self) -> bool:
-        """The plan keeps the budget, and does not fit the device."""
-        return self.planned is not None and self.planned.outcome.peak_bytes > self.device_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.planned is not None and not self.too_large
-
-    def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"budget": self.written, "budget_bytes": self.budget_bytes, "fits": self.fits}
-        if self.refused is not None:
-            found |= {"min_bytes": self.refused.min_bytes, "missing_bytes": self.refused.missing_bytes}
-            found |= {"fullest": self.refused.row}
-        if self.planned is not None:
-            choice = {str(unit): name for unit, name in self.planned.plan.choice.items()}
-            found |= {"outcome": self.planned.outcome.as_json(), "gap": self.planned.gap, "choice": choice}
-        return found
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan; gives the exit code.
 
@@ -139,13 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
         HiLoReError: the command line, the JSON or the model is wrong.
     """
     ds = read_json(arguments.config)
+    if arguments.world < 1:
+        raise UsageError(f"--world {arguments.world}: must be at least 1")
     errors = Console(stderr=True)
     # DeepSpeed and transformers write to stdout as they are imported, which is for the answer
     with contextlib.redirect_stdout(sys.stderr), errors.status("reading the model"):
         from ds_hilore.integration.outlook import outlook
 
-        machine = machine_of(arguments)
-        training = _training(arguments)
+        machine = machine_of(arguments.device, arguments.device_gb, arguments.flops, arguments.bandwidth)
+        training = training_of(arguments, arguments.world)
         seen = outlook(arguments.model, ds, training, machine.speed)
         own, others = answers(seen, ds, arguments, machine)
     if arguments.json:
@@ -159,107 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def answers(seen: Outlook, ds: Any, arguments: argparse.Namespace, machine: Machine) -> tuple[Answer, list[Answer]]:
     """The plan under the JSON's own budget, and those under the budgets asked for."""
-    config = HiLoReConfig.from_ds_json(ds) or HiLoReConfig()
-    own = _answer(seen, config.memory_budget, arguments.world, machine)
-    budgets = [_budget(text) for text in arguments.budgets or BUDGETS]
-    others = [_answer(seen, budget, arguments.world, machine) for budget in budgets]
+    own = own_answer(seen, ds, arguments.world, machine)
+    budgets = [budget_of(text) for text in arguments.budgets or BUDGETS]
+    others = [answer_to(seen, budget, arguments.world, machine) for budget in budgets]
     return own, [answer for answer in others if answer.budget_bytes != own.budget_bytes]
-
-
-def _answer(seen: Outlook, budget: MemoryBudget | RankBudgets, world: int, machine: Machine) -> Answer:
-    from ds_hilore.planning.problem import Infeasible
-
-    limit = budget.for_rank(0, world)
-    count = limit.bytes_on(machine.memory_bytes, seen.job.replayed.peak_bytes)
-    written = limit.as_json()
-    text = written if isinstance(written, str) else f"{written:g}" if isinstance(written, float) else gigabytes(written)
-    found = seen.job.planned(count)
-    planned, refused = (None, found) if isinstance(found, Infeasible) else (found, None)
-    return Answer(text, count, machine.memory_bytes, planned, refused)
-
-
-def _budget(text: str) -> MemoryBudget | RankBudgets:
-    value: Any = text
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            value = kind(text)
-            break
-    try:
-        return parse_budget(value)
-    except ValueError as error:
-        raise UsageError(f"--budgets {text}: {error}") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The DeepSpeed JSON of --config.
-
-    Raises:
-        UsageError: it cannot be read, or is no JSON object.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror}; name the DeepSpeed JSON") from None
-    except ValueError as error:
-        raise UsageError(f"--config {path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"--config {path} holds a {type(found).__name__}; a DeepSpeed JSON is an object")
-    return found
-
-
-def _training(arguments: argparse.Namespace) -> Training:
-    from ds_hilore.core.types import Shape
-    from ds_hilore.integration.outlook import ALL_LINEAR, Lora, Training
-    from ds_hilore.profiling.geometry import Attention
-
-    ways = {"eager": Attention.EAGER, "sdpa": Attention.SDPA, "flash_attention_2": Attention.FLASH, None: None}
-    for name in ("world", "lora_rank", "accumulation"):
-        if getattr(arguments, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be at least 1")
-    if min(arguments.tokens) < 1:
-        raise UsageError(f"--tokens {arguments.tokens[0]} {arguments.tokens[1]}: both must be at least 1")
-    targets = arguments.lora_targets
-    lora = Lora(arguments.lora_rank, ALL_LINEAR if targets == [ALL_LINEAR] else tuple(targets), arguments.lora_dropout)
-    return Training(
-        shape=Shape(*arguments.tokens),
-        world_size=arguments.world,
-        lora=None if arguments.full_finetuning else lora,
-        dtype=arguments.dtype,
-        accumulation=arguments.accumulation,
-        attention=ways[arguments.attention],
-        padded=arguments.padded,
-        whole_logits=arguments.whole_logits,
-        foreign_bytes=int(arguments.held_by_others * 2**30),
-    )
-
-
-def machine_of(arguments: argparse.Namespace) -> Machine:
-    """The named device, else the one that is here, else a usual one; memory and speeds as far as they were given."""
-    from ds_hilore.profiling.cost_model import DeviceSpeed
-    from ds_hilore.profiling.devices import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, USUAL, device_named
-
-    here = None if arguments.device else _device_here()
-    device = here or device_named(arguments.device or USUAL)
-    why = "named" if arguments.device else "the one here" if here else "none was named and none is here"
-    memory = device.memory_bytes if arguments.device_gb is None else int(arguments.device_gb * 2**30)
-    flops = device.speed.flops_per_s if arguments.flops is None else arguments.flops * 1e12
-    bandwidth = device.speed.bytes_per_s if arguments.bandwidth is None else arguments.bandwidth * 1e9
-    if min(memory, flops, bandwidth) <= 0:
-        raise UsageError("--device-gb, --flops and --bandwidth must be above 0")
-    shares = f"{ATTAINED_FLOPS:.0%} of its stated FLOP/s and {ATTAINED_BANDWIDTH:.0%} of its bandwidth, unless given"
-    said = f"{device.name} ({why}): {flops / 1e12:.0f} TFLOP/s and {bandwidth / 1e9:.0f} GB/s reached ({shares})"
-    return Machine(memory, DeviceSpeed(flops, bandwidth), said)
-
-
-def _device_here() -> Any:
-    import torch
-
-    from ds_hilore.profiling.devices import device_like
-
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(0)
-    return device_like(properties.name, properties.total_memory)
 
 
 # -- what is shown -------------------------------------------------------------------------------------------------

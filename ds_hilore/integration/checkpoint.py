@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_hilore.core.errors import UnsupportedError
@@ -90,6 +92,25 @@ class DeepSpeedCheckpointPatch:
         current._hilore_users -= 1
         if current._hilore_users == 0:
             checkpointing.checkpoint = original
+
+
+def deepspeed_checkpoint() -> Callable[..., Any]:
+    """DeepSpeed's own checkpoint function, under our patch of it; for comparisons.
+
+    It is reentrant: without an input that needs a gradient (LoRA on a frozen embedding) nothing would be
+    differentiated, so the first layer's input is made to need one, as `enable_input_require_grads` does.
+    """
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    original = getattr(checkpointing.checkpoint, _MARKER, checkpointing.checkpoint)
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        first = args[0]
+        if isinstance(first, Tensor) and not first.requires_grad:
+            args = (first.detach().requires_grad_(), *args[1:])
+        return original(partial(function, **kwargs), *args)
+
+    return run
 
 
 class ModelParallelRng:

@@ -38,11 +38,12 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters as peft makes them. `targets`: names of modules, or "all-linear"."""
+    """Adapters as peft makes them. `targets`: names of modules, or "all-linear"; `alpha`: which changes no byte."""
 
     rank: int = 16
     targets: str | tuple[str, ...] = ALL_LINEAR
     dropout: float = 0.0
+    alpha: int = 8
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,9 @@ def model_of_config(source: str, lora: Lora | None, dtype: torch.dtype | None) -
         UsageError: there is no config, or the adapters' targets are not in the model.
         UnsupportedError: it is not one of a causal language model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    try:
-        config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"{source}: no config.json that transformers can read ({reason}); name its folder") from error
+    config = config_of(source)
     try:
         with torch.device("meta"):
             chosen = {} if dtype is None else {"dtype": dtype}
@@ -114,20 +111,48 @@ def model_of_config(source: str, lora: Lora | None, dtype: torch.dtype | None) -
     except (ValueError, TypeError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise UnsupportedError(f"{source}: not a causal language model that transformers builds ({reason})") from error
-    return model.train() if lora is None else _adapted(model.train(), lora, dtype)
+    if lora is None:
+        return model.train()
+    with torch.device("meta"):
+        return with_adapters(model.train(), lora, dtype)
 
 
-def _adapted(model: nn.Module, lora: Lora, dtype: torch.dtype | None) -> nn.Module:
+def config_of(source: str) -> Any:
+    """The transformers config of a folder, of its config.json, or of a name that transformers knows.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"{source}: no config.json that transformers can read ({reason}); name its folder") from error
+
+
+def with_adapters(model: nn.Module, lora: Lora, dtype: torch.dtype | None) -> nn.Module:
+    """The model with adapters, of `dtype` where one is given, as DeepSpeed casts them.
+
+    Raises:
+        UsageError: their targets are not in the model.
+    """
     from peft import LoraConfig, get_peft_model
 
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    settings = LoraConfig(r=lora.rank, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM")
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
     try:
-        with torch.device("meta"):
-            adapted: nn.Module = get_peft_model(model, settings)
+        adapted: nn.Module = get_peft_model(model, settings)
     except ValueError as error:
         raise UsageError(f"adapters on {lora.targets}: {str(error).splitlines()[0]}") from error
-    return adapted if dtype is None else adapted.to(dtype)  # as DeepSpeed casts the adapters, too
+    return adapted if dtype is None else adapted.to(dtype)
 
 
 def outlook(
@@ -149,7 +174,7 @@ def outlook(
         config = HiLoReConfig()
         assumptions.append(f'the JSON has no "{BLOCK}" block that is enabled: defaults are planned with')
     superseded = check_against_ds_json(config, ds)
-    own = _own_dtype(ds, training)
+    own = own_dtype(ds, training)
     model = model_of_config(source, training.lora, own)
     filled, notes = filled_in(ds, training, hidden=int(_text_config(model).hidden_size))
     assumptions += notes
@@ -206,7 +231,7 @@ def _accumulation(ds: Mapping[str, Any], training: Training) -> int:
     return training.accumulation
 
 
-def _own_dtype(ds: Mapping[str, Any], training: Training) -> torch.dtype | None:
+def own_dtype(ds: Mapping[str, Any], training: Training) -> torch.dtype | None:
     """What DeepSpeed casts the model to; None: it leaves it alone."""
     for name in ("bf16", "fp16"):
         block = ds.get(name)

@@ -138,6 +138,26 @@ class ProfileStore(_File):
         return refused
 
 
+def survey(folder: Path) -> list[tuple[Path, Fingerprint | str]]:
+    """Every file of a folder of profiles: the setting that it was made for, or why it cannot be read. Never raises."""
+    try:
+        files = sorted(folder.glob("*.json"))
+    except OSError:
+        return []
+    return [(path, _setting_of(path)) for path in files]
+
+
+def _setting_of(path: Path) -> Fingerprint | str:
+    layout = StoredProgress if "-calibration-" in path.name else StoredProfile
+    try:
+        text = _content(path)
+        return text.reason if isinstance(text, Refused) else layout.model_validate_json(text).fingerprint.read()
+    except (OSError, ValueError) as error:
+        return f"cannot be used ({_said(error)})"
+    except (RecursionError, MemoryError) as error:
+        return f"holds nothing of ours ({type(error).__name__})"
+
+
 class CalibrationStore(_File):
     """Reads and writes the calibration of one rank, beside the profile: every rank fits its own microbatches.
 

@@ -39,13 +39,6 @@ def test_a_missing_optional_part_is_no_fault(
     assert "ds_hilore[mpi]" in capsys.readouterr().out
 
 
-def test_no_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([])
-    assert caught.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
-
-
 def test_it_runs_as_a_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ds_hilore.cli.main", "doctor"], capture_output=True, text=True, timeout=60, check=False

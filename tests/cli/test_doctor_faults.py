@@ -127,8 +127,9 @@ def test_the_command_says_it_to_machines(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out) == {"findings": []}
     file.write_text(json.dumps({"hilore": {"units": ["Nobody"]}}))
     assert main(command) == 1
-    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    found, note = json.loads(capsys.readouterr().out)["findings"]
     assert found["severity"] == "wrong" and "LlamaDecoderLayer" in found["what"]
+    assert note["severity"] == "note" and "not looked at" in note["what"]
 
 
 def test_the_command_says_it_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +139,9 @@ def test_the_command_says_it_to_people(tmp_path: Path, capsys: pytest.CaptureFix
     assert "remedy: move it to the top level" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("options", [["--json"], ["--model", "."], ["--config", "/no/such.json"]])
+@pytest.mark.parametrize(
+    "options", [["--model", "."], ["--config", "/no/such.json"], ["--tokens", "0", "4", "--config", "x"]]
+)
 def test_a_request_without_sense_gives_two(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *options]) == 2
-    assert "--config" in capsys.readouterr().err
+    assert options[0] in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Medians of paired ratios and how far they can be trusted."""
+"""Medians of paired ratios and how far they can be trusted: for `hilore bench` and the benchmarks of this project."""
 
 from __future__ import annotations
 
