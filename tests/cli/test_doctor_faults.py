@@ -16,6 +16,7 @@ from ds_hilore.cli.findings import Finding, Severity
 from ds_hilore.cli.main import main
 from ds_hilore.core.config import HiLoReConfig
 from ds_hilore.core.host_rules import REFUSALS, Refusal
+from tests.published import write_config
 
 
 def only(found: list[Finding]) -> Finding:
@@ -137,6 +138,66 @@ def test_the_command_says_it_to_people(tmp_path: Path, capsys: pytest.CaptureFix
     file.write_text(json.dumps({"zero_optimization": {"hilore": {}}}))
     assert main(["doctor", "--config", str(file)]) == 1
     assert "remedy: move it to the top level" in capsys.readouterr().out
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = json.loads(capsys.readouterr().out)["findings"]
+    return found
+
+
+def test_a_budget_below_the_minimum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config("Qwen2.5-3B", tmp_path)
+    file = tmp_path / "ds.json"
+    command = ["doctor", "--config", str(file), "--model", str(tmp_path / "Qwen2.5-3B"), "--json"]
+    file.write_text(json.dumps({"hilore": {"memory_budget": "8GB"}, "bf16": {"enabled": True}}))
+    assert main(command) == 0  # for one token
+    assert said(capsys) == []
+    assert main([*command, "--tokens", "8", "4096"]) == 1
+    (finding,) = said(capsys)
+    assert finding["where"] == "hilore.memory_budget" and "8 x 4096 tokens" in finding["what"]
+    least = int(finding["remedy"].split()[3].rstrip(","))
+    file.write_text(json.dumps({"hilore": {"memory_budget": least}, "bf16": {"enabled": True}}))
+    assert main([*command, "--tokens", "8", "4096"]) == 0
+    assert said(capsys) == []
+
+
+def test_budgets_of_another_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config("Qwen2.5-3B", tmp_path)
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"hilore": {"memory_budget": ["1.1x", "1.2x"]}, "bf16": {"enabled": True}}))
+    command = ["doctor", "--config", str(file), "--model", str(tmp_path / "Qwen2.5-3B"), "--json"]
+    assert main(command) == 0
+    assert "--world" in said(capsys)[0]["remedy"]
+    assert main([*command, "--world", "2"]) == 0
+    assert said(capsys) == []
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A model that is no decoder."""
+    from transformers import T5Config
+
+    T5Config(d_model=8, num_layers=1, num_heads=2, vocab_size=32).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_model_that_is_not_supported(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = foreign / "ds.json"
+    file.write_text(json.dumps({"hilore": {}}))
+    assert main(["doctor", "--config", str(file), "--model", str(foreign), "--json"]) == 1
+    wrong, note = said(capsys)
+    assert "not a causal language model" in wrong["what"] and "name the units" in wrong["remedy"]
+    assert "not looked at" in note["what"]
+
+
+def test_a_wrong_json_does_not_hide_the_model(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model is looked at all the same, and what is not looked at is said."""
+    file = foreign / "ds.json"
+    file.write_text(json.dumps({"hilore": {"memory_budgt": "1.1x"}}))
+    assert main(["doctor", "--config", str(file), "--model", str(foreign), "--json"]) == 1
+    of_json, note, of_model = said(capsys)
+    assert "unknown key" in of_json["what"] and "not a causal" in of_model["what"]
+    assert "block of defaults" in note["what"] and note["severity"] == "note"
 
 
 @pytest.mark.parametrize(
