@@ -20,6 +20,7 @@ LEVEL = {
     "codecs": 1,
     "objective": 1,
     "memory": 1,
+    "report": 1,
     "planning": 1,
     "recovery": 2,
     "profiling": 3,
@@ -43,6 +44,7 @@ KEPT_IN = {
     "mpi4py": ("integration/*.py",),
     "pulp": ("planning/program.py",),
     "highspy": ("planning/program.py",),
+    "matplotlib": ("report/drawing.py", "report/picture*.py", "report/maps.py"),
 }
 
 LONGEST_FILE = 400

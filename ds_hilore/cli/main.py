@@ -9,7 +9,7 @@ from types import ModuleType
 
 from rich.console import Console
 
-from ds_hilore.cli import bench, doctor, plan, profile, summary
+from ds_hilore.cli import bench, doctor, plan, profile, report, summary
 from ds_hilore.core.errors import HiLoReError
 
 #: Exit code of a command line, a JSON or a model that is wrong; argparse has the same.
@@ -38,6 +38,7 @@ COMMANDS: Mapping[str, ModuleType] = {
     "plan": plan,
     "profile": profile,
     "bench": bench,
+    "report": report,
 }
 
 

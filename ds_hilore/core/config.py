@@ -67,7 +67,6 @@ PAPER_CODECS = ("fp8_e4m3:unscaled",)
 _LATER: Mapping[str, tuple[tuple[Any, ...], str, str]] = {
     "host_budget": ((0,), "offload to the host", "0"),
     "selfcheck.updates": ((0,), "the self-check", "0"),
-    "report.path": ((None,), "the report", "null"),
 }
 
 
@@ -194,16 +193,25 @@ class SelfcheckConfig(Block):
 
 
 class ReportConfig(Block):
-    """A file of what was predicted and what was observed. Comes later."""
+    """The log of a run, from which `hilore report` makes a page with pictures."""
 
     where: ClassVar[str] = f"{BLOCK}.report"
 
-    path: str | None = Field(default=None, description="File the report is written to. null until the report exists.")
+    path: str | None = Field(
+        default=None,
+        strict=True,
+        max_length=4096,
+        description="Folder that every rank writes a log of its updates to, for `hilore report FOLDER`: a few hundred "
+        "bytes per update and rank. All ranks' should lie in one place. A run goes on where it cannot be written. "
+        "null: none.",
+    )
 
     @field_validator("path")
     @classmethod
-    def _later(cls, value: Any) -> Any:
-        return _refuse_until_later("report.path", value)
+    def _is_a_folder(cls, value: str | None) -> str | None:
+        if value is not None and (not value.strip() or "\0" in value):
+            raise ValueError("allowed: a folder, or null for none")
+        return value
 
 
 class PaperConfig(Block):
@@ -282,7 +290,7 @@ class HiLoReConfig(Block):
         default=SelfcheckConfig(), description="Comparison with exact gradients at start."
     )
     paper: PaperConfig = Field(default=PaperConfig(), description='What mode "paper" compresses.')
-    report: ReportConfig = Field(default=ReportConfig(), description="File of predictions and observations.")
+    report: ReportConfig = Field(default=ReportConfig(), description="The log of a run.")
 
     def __init__(self, **values: Any) -> None:  # typed like the JSON: a budget is given as "1.10x", not as parsed
         super().__init__(**values)

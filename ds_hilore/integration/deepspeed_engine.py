@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -44,6 +45,7 @@ from ds_hilore.integration.refusals import (
     refuse_model,
 )
 from ds_hilore.integration.roles import decoder_layer_roles
+from ds_hilore.integration.run_log import run_log
 from ds_hilore.integration.transformers import pretrained_models
 from ds_hilore.integration.units import Units, find_units
 from ds_hilore.integration.zero3 import leaf_units
@@ -181,12 +183,15 @@ def attach(
         on_failure.callback(controller.close)
         _know_proportions(engine, controller)
         _keep_profile(engine, config, controller, plane.rank)
-        host = (PipelineHost if pipeline else AttachedHost)(engine, controller, plane, units, scale)
+        log = run_log(engine, config, controller, plane, units.summary())
+        on_failure.callback(log.close)
+        host = (PipelineHost if pipeline else AttachedHost)(engine, controller, plane, units, scale, log)
         if config.compresses:
             rules = CheckRules(config.profile.calibration_microbatches, config.profile.audit_interval)
             host.checks = GradientChecks(engine, controller, plane, rules)
             _keep_calibration(engine, config, host.checks, plane.rank)
         host.apply()
+        weakref.finalize(engine, log.close)  # detached or not, a run ends with a line
         on_failure.pop_all()
     _say_start(engine, config, units, notes or [], plane.rank)
     claim(controller)

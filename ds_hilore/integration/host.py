@@ -22,6 +22,7 @@ from ds_hilore.integration.gradient_scale import EngineScale
 from ds_hilore.integration.method_patch import applied
 from ds_hilore.integration.refusals import refuse_compile, refuse_compiled_model, refuse_no_sync
 from ds_hilore.integration.reset import reset_update
+from ds_hilore.integration.run_log import RunLog
 from ds_hilore.integration.transformers import CheckpointingGuard, pretrained_models
 from ds_hilore.integration.units import Units, apply_wrapping, undo_wrapping
 from ds_hilore.runtime.controller import Controller
@@ -39,6 +40,7 @@ class AttachedHost:
     plane: ControlPlane
     units: Units
     scale: EngineScale
+    log: RunLog
     checks: GradientChecks | None = None  # where plans may compress
     said_idle: bool = False
 
@@ -85,6 +87,7 @@ class AttachedHost:
         self._stack.close()
         self.engine.__dict__.pop("hilore", None)
         self.engine.__dict__.pop("_hilore_host", None)
+        self.log.close()
         self.controller.close()
         self.plane.close()
 
@@ -126,6 +129,7 @@ class AttachedHost:
                 result = original(**kwargs)
             if not again:
                 self.controller.end_backward()
+                self.log.microbatch_done(self.controller)
                 if self.checks is not None:
                     self.checks.backward_done()
         return result
@@ -149,6 +153,7 @@ class AttachedHost:
             if self.checks is not None and norm is None:
                 norm = engine_gradient_norm(self.engine)
             self.controller.end_update(norm)
+            self.log.update_done(self.controller, self.checks)
             self._write_metrics()
         return result
 
@@ -206,6 +211,7 @@ class AttachedHost:
         if self.checks is not None:
             self.checks.abort(error)
         reset_update(self.engine)
+        self.log.restart()
         self.plane.update_restarts()
         if exhausted is not None:
             raise exhausted from error

@@ -225,6 +225,7 @@ class PipelineHost(AttachedHost):
     def _give_up_update(self, error: BaseException) -> None:
         exhausted = self.controller.abort(error)
         self.waiting.clear()
+        self.log.restart()
         if exhausted is not None:
             raise exhausted from error
 
@@ -256,10 +257,12 @@ class PipelineHost(AttachedHost):
         with self.scale.backward(True):
             original(engine, buffer_id)
         self.controller.end_backward()
+        self.log.microbatch_done(self.controller)
 
     def _optimizer_step(self, original: Callable[..., Any], engine: Any, **kwargs: Any) -> None:
         original(engine, **kwargs)
         self.controller.end_update()
+        self.log.update_done(self.controller, None)
         self._write_metrics()
 
 

@@ -34,7 +34,7 @@ from ds_hilore.runtime.microbatch import Microbatch, footprints
 from ds_hilore.runtime.parts import ControllerParts, Stage
 from ds_hilore.runtime.risk import Exposed, RiskKeeper, read
 from ds_hilore.runtime.sampling import SAMPLED, SAMPLED_WHOLE, Sampler
-from ds_hilore.runtime.trial import COMPRESSING, Trial, Turn
+from ds_hilore.runtime.trial import COMPRESSING, Trial, Turn, Verdict
 from ds_hilore.runtime.update import Coefficients
 from ds_hilore.runtime.watch import PeakWatch
 
@@ -52,6 +52,7 @@ class Learning:
         prize: what there is to win on this rank, once the first plan is made.
         learnt: told of the measurements once they are complete.
         risk: this rank's account of gradient error.
+        verdict: of the newest trial; None: there was none.
         exposed: coefficients of the newest microbatch, where compression is allowed and a loss told them.
     """
 
@@ -65,6 +66,7 @@ class Learning:
         self.baseline = BaselineMeter(parts.meter)
         self.risk = RiskKeeper(parts.risk)
         self.exposed: Exposed | None = None
+        self.verdict: Verdict | None = None
         self._parts = parts
         self._context = context
         self._guard = guard
@@ -334,7 +336,7 @@ class Learning:
         self.stage = Stage.PLANNED
         self._context.watch = None
         if self._trial.over:
-            verdict = self._trial.verdict()
+            verdict = self.verdict = self._trial.verdict()
             self._parts.planner.replan()
             _log.info("hilore (rank %d): %s", self._parts.rank, verdict)
             if verdict.compressed_s is not None:  # else risk allowed none, and another microbatch may try

@@ -35,6 +35,7 @@ class Microbatch:
         live_share: positions that can change the model, of all, as announced; once a pruned backward is over, as found.
             None: nobody has told.
         prepared: what the plan may become after forward; None where it stands as it is.
+        decided: what it has become; None before.
         prunes: replays leave out what is dead.
         pruning: how much of them, as far as plans go by it.
         awaited: observed log-probabilities whose gradient has not come yet.
@@ -49,6 +50,7 @@ class Microbatch:
     shape: Shape | None = None  # of its first unit
     plan: Plan = field(default_factory=Plan)
     prepared: Prepared | PaperPrepared | None = None
+    decided: Plan | None = None
     facts: MicrobatchFacts | None = None
     live_share: float | None = None
     prunes: bool = False
@@ -78,6 +80,7 @@ class Microbatch:
             unusable: units whose encoded state is not finite: replayed, whatever the plan says. So is what turns out
                 not to be when it is encoded here (a second copy to the host, where anything is).
         """
+        self.decided = decided
         changed = decided is not self.plan
         calls = self.alive() if changed or unusable else []
         encoded: list[UnitCall] = []
@@ -94,6 +97,16 @@ class Microbatch:
                 call.drop()
         self.treated.update({call.unit: call.treatment for call in calls})
 
+    @property
+    def promised_seconds(self) -> float:
+        """What its plan, the final one once there is one, promises to save against replaying everything."""
+        row, decided = self.prepared, self.decided
+        if decided is None or decided is self.plan or row is None:
+            return self.plan.saved_seconds
+        if decided is row.plan:  # and units were replayed in forward, which the plan in hand knows
+            return min(decided.saved_seconds, self.plan.saved_seconds)
+        return decided.saved_seconds - row.prepare_seconds  # after forward, encoding is sunk
+
     def metrics(self) -> dict[str, float]:
         """What ran, and what the plan promised."""
         actions = list(self.ran.values())
@@ -101,7 +114,7 @@ class Microbatch:
             "stored_units": actions.count(Action.STORE),
             "compressed_units": actions.count(Action.COMPRESS),
             "replayed_units": actions.count(Action.RECOMPUTE),
-            "saved_seconds": self.plan.saved_seconds,
+            "saved_seconds": self.promised_seconds,
             "predicted_peak_bytes": self.plan.peak_bytes,
         }
 

@@ -95,6 +95,7 @@ class RiskKeeper:
         typical: running mean exposure of its microbatches over the root of their tokens.
         trusted: predictions have held on microbatches that did not make them; else nothing is risked.
         price: lambda of an announced update, seconds per risk cost; None where budgets go by tokens.
+        foreseen: exposure that the newest microbatch was planned for; 0 where none was foreseen.
     """
 
     rules: RiskRules
@@ -107,6 +108,7 @@ class RiskKeeper:
     spent: list[float] = field(default_factory=list)
     price: float | None = None
     trusted: bool = True
+    foreseen: float = 0.0
     _account: TokenAccount | PriceAccount | None = None
     _forecasts: list[Forecast | None] = field(default_factory=list)
     _demands: list[Demand] = field(default_factory=list)
@@ -235,6 +237,7 @@ class RiskKeeper:
     def observe(self, exposed: Exposed) -> None:
         """A microbatch's exposure, whatever was done with it."""
         predicted, self._predicted = self._predicted, 0.0  # of this one; those that are forced have none
+        self.foreseen = predicted
         if not math.isfinite(exposed.exposure) or exposed.tokens == 0:
             return
         if predicted > 0:
