@@ -17,8 +17,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hilore.integration.refusals import is_compiled
 from ds_hilore.recovery.gated import Gate, gated_product
+from ds_hilore.recovery.routing import is_compiled
 from ds_hilore.recovery.unit import inside_unit
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ds_hilore.core.errors import UnsupportedError
+from ds_hilore.recovery.routing import is_compiled
 
 _COMPILED = "the whole model is under torch.compile: compile modules inside a decoder layer instead"
 
@@ -93,11 +94,6 @@ def refuse_no_sync(engine: Any) -> None:
 
 def _faults_of(model: nn.Module) -> list[str]:
     return [_COMPILED] if is_compiled(model) else []
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether this very module is under torch.compile, by either of its two ways."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _compiled_around(model: nn.Module, units: set[nn.Module]) -> list[str]:

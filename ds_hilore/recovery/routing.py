@@ -27,6 +27,22 @@ def has_router(module: nn.Module | None) -> bool:
     return any(any(word in type(child).__name__.lower() for word in _ROUTER_NAMES) for child in module.modules())
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this very module is under torch.compile, by either of its two ways."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def tells_choices(module: nn.Module | None) -> bool:
+    """Whether the unit makes choices that a tape can take down.
+
+    Those of a router under torch.compile are part of its graph: under a tape, which is a mode, it would be compiled
+    anew, and save other tensors in replay than in forward. Without one the same kernels choose again.
+    """
+    if module is None or not has_router(module):
+        return False
+    return not any(is_compiled(child) and has_router(child) for child in module.modules())
+
+
 class RoutingTape:
     """The top-k choices of one unit call, in the order in which they were made."""
 

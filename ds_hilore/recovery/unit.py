@@ -45,7 +45,7 @@ from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.operators import OutputTape
 from ds_hilore.recovery.recipes import BundleBuilder, RecipeProofs
 from ds_hilore.recovery.replay import ReplaySource
-from ds_hilore.recovery.routing import RoutingTape, has_router
+from ds_hilore.recovery.routing import RoutingTape, has_router, tells_choices
 from ds_hilore.recovery.surroundings import RngTracker, Surroundings
 
 #: Kinds of calls whose state groups are looked up, over all classes of units.
@@ -66,6 +66,7 @@ class ModuleFacts:
     """What is asked at each call of a unit. `state`: parameters and floating-point buffers, whose edits matter (R5)."""
 
     has_router: bool = False
+    tells_choices: bool = False
     state: tuple[Tensor, ...] = ()
 
     def version(self) -> int:
@@ -102,7 +103,7 @@ class RecoveryContext:
             return ModuleFacts()
         known = self._facts.get(module)
         if known is None:
-            known = self._facts[module] = ModuleFacts(has_router(module), tuple(_state(module)))
+            known = self._facts[module] = ModuleFacts(has_router(module), tells_choices(module), tuple(_state(module)))
         return known
 
     def codecs_of(self, treatment: Treatment) -> dict[str, Codec]:
@@ -144,7 +145,7 @@ class UnitCall:
         self.surroundings = Surroundings(inputs.device, context.rng_tracker)
         self._facts = context.facts(inputs.module)
         self._version = 0  # of the unit's own state, when its forward ended
-        self.routing = RoutingTape() if self._facts.has_router else None
+        self.routing = RoutingTape() if self._facts.tells_choices else None
         self.outputs = OutputTape(treatment.keeps, context.around_operator) if treatment.keeps else None
         self.statistics: list[Statistic] = []  # of what was encoded
         self.used = False  # a saved tensor was asked for

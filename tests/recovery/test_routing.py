@@ -98,7 +98,7 @@ def test_without_the_tape_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     module = _tied(FORMS["function"], 1e-6 * torch.randn(24, 4))
     plain = gradients(_scene(module), None)
     context = RecoveryContext()
-    monkeypatch.setattr("ds_hilore.recovery.unit.has_router", lambda module: False)
+    monkeypatch.setattr("ds_hilore.recovery.unit.tells_choices", lambda module: False)
     try:
         assert _error(module, Units(R, context), plain) > 1e-2
     except RecoveryMismatch:
@@ -191,6 +191,28 @@ def test_a_compiled_child_stays_compiled() -> None:
             found = gradients(scene, Units(action, context), drop)
             assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True) if a is not None and b is not None)
     assert counter.frame_count <= 3
+    reset()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_compiled_router_chooses_again_by_itself(wrapped: bool) -> None:
+    """Under a tape it would be compiled anew, and save other tensors in replay than in forward."""
+    from torch._dynamo import reset
+
+    reset()
+    moe: Any = weights(CPU, TinyMoE())
+    if wrapped:
+        moe = torch.compile(moe, backend="aot_eager")
+    else:
+        moe.compile(backend="aot_eager")
+    unit = nn.Sequential(weights(CPU, nn.Linear(64, 64)), moe)
+
+    def scene(run: Run, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        unit.zero_grad()
+        x = tensor(device, shape=(3, 8, 64))
+        return run(unit.forward, x * 1).square().sum(), [x, *moe.parameters()]
+
+    assert_exact(scene)
     reset()
 
 
