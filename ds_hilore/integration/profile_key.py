@@ -13,8 +13,18 @@ from ds_hilore.core import deps
 from ds_hilore.integration.fingerprint import digest
 from ds_hilore.profiling.layout import Fingerprint
 
-#: Of a config: where it came from and who wrote it, which change no layer.
-_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+#: Of a config, what changes no layer: where it came from, who wrote it, and what the Trainer sets after a tokenizer.
+_NOT_THE_MODEL = (
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 def profile_fingerprint(
