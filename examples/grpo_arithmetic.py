@@ -10,6 +10,7 @@ took. Rows per rank and step = micro batch size x gradient accumulation steps of
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import deepspeed
 import torch
@@ -53,9 +55,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--max_new_tokens", type=int, default=Sampling.max_new_tokens, help="per response")
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL term; above 0 needs reference passes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="where the run is logged, for `hilore report`")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     parser.add_argument("--local_rank", type=int, default=local_rank, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def settings(args: argparse.Namespace) -> str | dict[str, Any]:
+    """The JSON; with `--report`, its block names that folder."""
+    if args.report is None:
+        return str(args.deepspeed_config)
+    found: dict[str, Any] = json.loads(args.deepspeed_config.read_text(encoding="utf-8"))
+    found["hilore"] = found.get("hilore", {}) | {"report": {"path": str(args.report)}}
+    return found
 
 
 class Demo:
@@ -70,9 +82,7 @@ class Demo:
         torch.manual_seed(args.seed)
         actor, self._tokenizer = load_actor(self._model_folder(), DTYPES[args.dtype])
         trainable = [parameter for parameter in actor.parameters() if parameter.requires_grad]
-        self._engine, *_ = ds_hilore.initialize(
-            model=actor, model_parameters=trainable, config=str(args.deepspeed_config)
-        )
+        self._engine, *_ = ds_hilore.initialize(model=actor, model_parameters=trainable, config=settings(args))
         self._prompts = self._prompts_per_rank()
         torch.manual_seed(args.seed + 1 + dist.get_rank())  # ranks sample different responses
         self._replayed: list[Microbatch] = []
@@ -180,6 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.turns and demo.has_plan:
         console.print(*comparison_tables(demo.compare(steps)), sep="\n")
     console.print(f"done after {time.monotonic() - started:.0f} s")
+    if args.report is not None:
+        console.print(f"pictures of it: hilore report {args.report}", soft_wrap=True)
     dist.destroy_process_group()
 
 

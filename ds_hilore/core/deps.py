@@ -52,7 +52,7 @@ OPTIONAL = {
     "trl": ("trl", "TRL's GRPO trainer"),
     "gguf": ("demo", "the demo's model"),
     "reasoning_gym": ("demo", "the demo's tasks"),
-    "matplotlib": ("demo", "plots of the demo"),
+    "matplotlib": ("report", "pictures of `hilore report`"),
 }
 
 
