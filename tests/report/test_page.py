@@ -69,23 +69,35 @@ def shown(folder: Path) -> dict[str, str]:
     return {each.name: each.look_for if each.draw else f"nothing: {each.instead}" for each in found}
 
 
-@pytest.mark.parametrize(("world", "updates"), [(1, 20), (64, 400)], ids=["1 rank", "64 ranks"])
-def test_every_picture_is_drawn_and_says_what_to_look_for(tmp_path: Path, world: int, updates: int) -> None:
-    Story(world=world, updates=updates, units=36, shortages=5).write(tmp_path)
-    page, written = published(tmp_path)
-    names = [name for name in ALL if world > 1 or "ranks" not in name]
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Parsed, list[Path]]:
+    """Of 64 ranks: the folder, the page, all files."""
+    folder = tmp_path_factory.mktemp("large")
+    return folder, *published(Story(world=64, updates=300, units=36, shortages=5).write(folder))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Parsed, list[Path]]:
+    """Of one rank."""
+    folder = tmp_path_factory.mktemp("small")
+    return folder, *published(Story(updates=20, shortages=5).write(folder))
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_every_picture_is_drawn_and_says_what_to_look_for(size: str, request: pytest.FixtureRequest) -> None:
+    folder, page, written = request.getfixturevalue(size)
+    names = [name for name in ALL if size == "large" or "ranks" not in name]
     assert [path.stem for path in written[1:]] == names
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000 for path in written[1:])
     assert page.open == []
     assert [facts["id"] for tag, facts in page.tags if "id" in facts] == names
-    for name, look_for in shown(tmp_path).items():
+    for name, look_for in shown(folder).items():
         assert len(look_for) > 40 and look_for in page.text, name
     assert written[0].stat().st_size < 6 << 20
 
 
-def test_the_page_loads_and_runs_nothing(tmp_path: Path) -> None:
-    Story(world=2, updates=4).write(tmp_path)
-    page, _ = published(tmp_path)
+def test_the_page_loads_and_runs_nothing(large: tuple[Path, Parsed, list[Path]]) -> None:
+    page = large[1]
     policy = next(facts["content"] for _, facts in page.tags if facts.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None and policy.startswith("default-src 'none'")
     for tag, facts in page.tags:
@@ -176,9 +188,8 @@ def test_the_figures_of_many_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(chromium() is None, reason="there is no Chromium here: apt-get install chromium")
-def test_in_a_browser_at_desktop_and_phone_width(tmp_path: Path) -> None:
-    Story(world=64, updates=300, units=36, shortages=5).write(tmp_path)
-    _, written = published(tmp_path)
+def test_in_a_browser_at_desktop_and_phone_width(large: tuple[Path, Parsed, list[Path]], tmp_path: Path) -> None:
+    written = large[2]
     with opened(tmp_path / "profile") as browser:
         for width, height in ((1280, 900), (390, 844)):
             seen = browser.visit(written[0], width, height)
