@@ -141,6 +141,8 @@ class _ProcessFailed(Exception):
 
 def _reports(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     ordinary = {name: value for name, value in os.environ.items() if name not in TIGHT_ENVIRONMENT}
+    ours = str(Path(__file__).parents[2])  # the package that runs here, installed or not
+    ordinary["PYTHONPATH"] = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory(prefix="hilore-bench-") as folder:
         spec = Path(folder) / "spec.json"
         spec.write_text(written(arguments), encoding="utf-8")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hilore.core.config import BLOCK
-from ds_hilore.core.errors import ConfigError, UnsupportedError, UsageError
+from ds_hilore.core.errors import ConfigError, HiLoReError, UnsupportedError, UsageError
 from ds_hilore.integration.outlook import Training, config_of, filled_in, own_dtype, with_adapters
 from ds_hilore.objective.chunked import log_probs
 from ds_hilore.objective.grpo import GRPOLossConfig
@@ -341,9 +341,9 @@ def _engine(model: nn.Module, settings: Mapping[str, Any]) -> Any:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         engine, *_ = initialize(model=model, model_parameters=trained, config=dict(settings))
-    except (ConfigError, UnsupportedError, UsageError):
+    except (HiLoReError, torch.OutOfMemoryError):
         raise
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+    except (AssertionError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"DeepSpeed makes no engine of this JSON on this machine: {reason}") from error
     return engine
