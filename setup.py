@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from setuptools import find_packages, setup
 
-TEST = ["hypothesis", "matplotlib", "mypy>=1.11", "pytest>=8", "pytest-timeout", "ruff>=0.6", "types-setuptools"]
+TEST = [
+    "allpairspy",
+    "bitsandbytes",
+    "hypothesis",
+    "matplotlib",
+    "mypy>=1.11",
+    "pytest>=8",
+    "pytest-timeout",
+    "ruff>=0.6",
+    "types-setuptools",
+]
 DOCS = ["mkdocs-material>=9.7,<10"]
 
 setup(
