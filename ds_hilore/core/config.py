@@ -66,7 +66,6 @@ PAPER_CODECS = ("fp8_e4m3:unscaled",)
 #: Key -> (values that need nothing that is still to come, what brings the others, what to write until then).
 _LATER: Mapping[str, tuple[tuple[Any, ...], str, str]] = {
     "host_budget": ((0,), "offload to the host", "0"),
-    "selfcheck.updates": ((0,), "the self-check", "0"),
 }
 
 
@@ -178,18 +177,19 @@ class ProfileConfig(Block):
 
 
 class SelfcheckConfig(Block):
-    """Comparison of the first updates with exact gradients in the running job. Comes later."""
+    """Comparison of the first updates that follow plans with the plain model's gradients, in the running job."""
 
     where: ClassVar[str] = f"{BLOCK}.selfcheck"
 
     updates: int = Field(
-        default=0, strict=True, description="Updates that are checked at start. 0 until the check exists."
+        default=0,
+        ge=0,
+        le=1000,
+        strict=True,
+        description="Updates that are checked, from the first that follows a plan: one microbatch of each is "
+        "differentiated once more by the plain model. Where gradients differ, all ranks stop before the step, and the "
+        "error names rank, unit and parameter. Where a model cannot be run again, the log says so. 0: none.",
     )
-
-    @field_validator("updates")
-    @classmethod
-    def _later(cls, value: Any) -> Any:
-        return _refuse_until_later("selfcheck.updates", value)
 
 
 class ReportConfig(Block):
@@ -287,7 +287,7 @@ class HiLoReConfig(Block):
     )
     profile: ProfileConfig = Field(default=ProfileConfig(), description="Stored profiles and calibration.")
     selfcheck: SelfcheckConfig = Field(
-        default=SelfcheckConfig(), description="Comparison with exact gradients at start."
+        default=SelfcheckConfig(), description="Comparison with the plain model at start."
     )
     paper: PaperConfig = Field(default=PaperConfig(), description='What mode "paper" compresses.')
     report: ReportConfig = Field(default=ReportConfig(), description="The log of a run.")

@@ -51,5 +51,9 @@ class MemoryExhausted(HiLoReError, RuntimeError):
     """An allocation failed and nothing was left to give up. The update has to run again on all ranks."""
 
 
+class GradientMismatch(HiLoReError, RuntimeError):
+    """The self-check found a gradient that is not the plain model's. Names rank, unit, parameter. No step was made."""
+
+
 class RankMismatch(HiLoReError, RuntimeError):
     """Ranks disagree on something that all must share, or one of them did not answer in time."""

@@ -2,8 +2,9 @@
 
 What the engine's module was called with, its surroundings, and the gradient that came to its outputs from outside are
 taken down while a microbatch runs. From these alone, and whatever the loss was, the microbatch's own gradient can be
-computed again: exactly, or with units compressed. Calibration and audits stand on that. The engine, its gradients and
-its next backward are not touched; all ranks do it in step, since under ZeRO-3 parameters are gathered.
+computed again: exactly, with units compressed, or by the plain model with nothing of ours in it. Calibration, audits
+and self-checks stand on that. The engine, its gradients and its next backward are not touched; all ranks do it in step,
+since under ZeRO-3 parameters are gathered.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.treatment import REPLAYED, Treatment
@@ -28,6 +30,7 @@ from ds_hilore.recovery.surroundings import RngTracker, Surroundings
 from ds_hilore.recovery.unit import UnitCall, inside_unit
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import beside
+from ds_hilore.runtime.parts import Checkpoint
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Recording:
         the former. What comes from outside is seen at these tensors only. DeepSpeed's hooks stay where they were.
         """
         recorded = self.taken[-1]
-        positions = iter(range(len(_outputs(result))))
+        positions = iter(range(len(outputs_of(result))))
 
         def leave(tensor: Tensor) -> Tensor:
             left: Tensor = _Leaving.apply(tensor, _noted(self._engine, recorded, next(positions)))
@@ -144,35 +147,77 @@ def gradients_of(
     Raises:
         UsageError: the microbatch has had no backward.
     """
-    if not recorded.complete:
-        raise UsageError("this microbatch has had no backward: nothing is known of the gradient at its outputs")
     chosen = trainable(engine.module)
     units = _Units(controller, treatments)
+
+    def look(outputs: list[Tensor]) -> None:
+        for call in units.calls:
+            looked_at(call)
+        units.calls.clear()
+
+    found = differentiated(engine, controller, recorded, list(chosen.values()), units.run, look)
+    gradients = by_name(chosen, found)
+    del found
+    for name in gradients:  # one after another: a second whole gradient would be held for a moment
+        gradients[name] = _unscaled(gradients[name], recorded.loss_scale)
+    return gradients
+
+
+def differentiated(
+    engine: Any,
+    controller: Controller,
+    recorded: Recorded,
+    parameters: list[nn.Parameter],
+    units: Checkpoint,
+    looked_at: Callable[[list[Tensor]], None] = lambda outputs: None,
+) -> tuple[Tensor | None, ...]:
+    """The recorded microbatch's gradient on this rank, as it reaches `parameters`; its units run through `units`.
+
+    Args:
+        looked_at: shown the outputs that need a gradient, between forward and backward.
+
+    Returns:
+        For each parameter what it would accumulate in the engine's own backward, loss scale and all; None: nothing.
+
+    Raises:
+        UsageError: the microbatch has had no backward.
+    """
+    if not recorded.complete:
+        raise UsageError("this microbatch has had no backward: nothing is known of the gradient at its outputs")
     try:
         with ExitStack() as stack:
             stack.enter_context(recorded.surroundings.restored())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(beside(controller))
-            stack.enter_context(controller.host_checkpointing(units.run))
-            outputs = _outputs(engine.module(*_detached(recorded.args), **_detached(recorded.kwargs)))
+            stack.enter_context(controller.host_checkpointing(units))
+            outputs = outputs_of(engine.module(*_detached(recorded.args), **_detached(recorded.kwargs)))
         _divide_at(outputs, recorded.divisor)
-        for call in units.calls:
-            looked_at(call)
-        units.calls.clear()
+        looked_at(outputs)
         reached = [(outputs[position], gradient) for position, gradient in recorded.gradients.items()]
-        found = torch.autograd.grad(
-            [output for output, _ in reached],
-            list(chosen.values()),
-            [gradient for _, gradient in reached],
-            allow_unused=True,
+        return torch.autograd.grad(
+            [output for output, _ in reached], parameters, [gradient for _, gradient in reached], allow_unused=True
         )
     finally:
         release_gathered(engine)
-    gradients = by_name(chosen, found)
-    del found, outputs, reached
-    for name in gradients:  # one after another: a second whole gradient would be held for a moment
-        gradients[name] = _unscaled(gradients[name], recorded.loss_scale)
-    return gradients
+
+
+def plain_units(controller: Controller) -> Checkpoint:
+    """Units under torch's own checkpoint function: none of our hooks, recipes, replays and lean MLPs is in them.
+
+    But for two kinds, which are replayed by ours: units that route, since torch's replay would choose experts anew, and
+    functions that are no leaf module under ZeRO-3, whose replays gather.
+    """
+    ours = _Units(controller, {})
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module = UnitInputs.capture(function, args, kwargs).module
+        if controller.context.facts(module).has_router or controller.parts.replay_only(module):
+            result = ours.run(function, *args, **kwargs)
+            ours.calls.clear()  # they go with the graph
+            return result
+        return torch_checkpoint(function, *args, use_reentrant=False, determinism_check="none", **kwargs)
+
+    return run
 
 
 def _unscaled(gradient: Tensor, scale: float | Tensor) -> Tensor:
@@ -215,7 +260,7 @@ class _Units:
         return call.run(function, args, kwargs)
 
 
-def _outputs(result: Any) -> list[Tensor]:
+def outputs_of(result: Any) -> list[Tensor]:
     """Tensors of an engine's or a module's result that need a gradient, in order."""
     found: list[Tensor] = []
 

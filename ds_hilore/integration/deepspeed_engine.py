@@ -46,6 +46,7 @@ from ds_hilore.integration.refusals import (
 )
 from ds_hilore.integration.roles import decoder_layer_roles
 from ds_hilore.integration.run_log import run_log
+from ds_hilore.integration.selfcheck import SelfCheck
 from ds_hilore.integration.transformers import pretrained_models
 from ds_hilore.integration.units import Units, find_units
 from ds_hilore.integration.zero3 import leaf_units
@@ -172,7 +173,8 @@ def attach(
     pipeline = is_pipeline(engine.module)
     if pipeline:
         refuse_pipeline(engine)
-        notes = [*(notes or []), *pipeline_notes(engine.module, config.prune_zero_exposure)]
+        told = pipeline_notes(engine.module, config.prune_zero_exposure, config.selfcheck.updates > 0)
+        notes = [*(notes or []), *told]
     units = units or (pipeline_units if pipeline else find_units)(engine.module, config.units)
     refuse_engine(engine, units.modules)
     plane = plane or _agreed_plane(engine.module, config, ds, units)
@@ -190,6 +192,8 @@ def attach(
             rules = CheckRules(config.profile.calibration_microbatches, config.profile.audit_interval)
             host.checks = GradientChecks(engine, controller, plane, rules)
             _keep_calibration(engine, config, host.checks, plane.rank)
+        if config.selfcheck.updates and not pipeline:
+            host.selfcheck = SelfCheck(engine, controller, plane, config.selfcheck.updates)
         host.apply()
         weakref.finalize(engine, log.close)  # detached or not, a run ends with a line
         on_failure.pop_all()

@@ -23,6 +23,7 @@ from ds_hilore.integration.method_patch import applied
 from ds_hilore.integration.refusals import refuse_compile, refuse_compiled_model, refuse_no_sync
 from ds_hilore.integration.reset import reset_update
 from ds_hilore.integration.run_log import RunLog
+from ds_hilore.integration.selfcheck import Leaving, SelfCheck
 from ds_hilore.integration.transformers import CheckpointingGuard, pretrained_models
 from ds_hilore.integration.units import Units, apply_wrapping, undo_wrapping
 from ds_hilore.runtime.controller import Controller
@@ -42,6 +43,7 @@ class AttachedHost:
     scale: EngineScale
     log: RunLog
     checks: GradientChecks | None = None  # where plans may compress
+    selfcheck: SelfCheck | None = None
     said_idle: bool = False
 
     def apply(self) -> None:
@@ -99,10 +101,12 @@ class AttachedHost:
         with self._update_at_stake():
             self._meet_ranks()
             self.controller.context.rng_tracker = ModelParallelRng.if_used()
-            with forward_of(self.controller), self._checked_forward() as recording:
+            with forward_of(self.controller), self._checked_forward() as recordings:
                 result = original(*args, **kwargs)
             self.controller.outputs.mark(result)
-            return result if recording is None else recording.leaving(result)
+            for recording in recordings:
+                result = recording.leaving(result)
+            return result
 
     def _say_if_idle(self) -> None:
         """transformers checkpoints layers in training mode only, and `from_pretrained` gives models in eval mode."""
@@ -125,11 +129,13 @@ class AttachedHost:
             if self._reduces_in_backward:
                 self._meet("backward begins")
             self.controller.begin_backward(may_come_again=again)
-            with self.scale.backward(kwargs.get("scale_wrt_gas", True)):
+            with self.scale.backward(kwargs.get("scale_wrt_gas", True)), self._selfchecked_backward(kwargs.get("loss")):
                 result = original(**kwargs)
             if not again:
                 self.controller.end_backward()
                 self.log.microbatch_done(self.controller)
+                if self.selfcheck is not None:
+                    self.selfcheck.backward_done()
                 if self.checks is not None:
                     self.checks.backward_done()
         return result
@@ -153,12 +159,20 @@ class AttachedHost:
             if self.checks is not None and norm is None:
                 norm = engine_gradient_norm(self.engine)
             self.controller.end_update(norm)
+            if self.selfcheck is not None:
+                self.selfcheck.end_update()
             self.log.update_done(self.controller, self.checks)
             self._write_metrics()
         return result
 
-    def _checked_forward(self) -> AbstractContextManager[Recording | None]:
-        return nullcontext() if self.checks is None else self.checks.forward()
+    @contextmanager
+    def _checked_forward(self) -> Iterator[list[Recording | Leaving]]:
+        with ExitStack() as stack:
+            made = [stack.enter_context(each.forward()) for each in (self.checks, self.selfcheck) if each is not None]
+            yield [each for each in made if each is not None]
+
+    def _selfchecked_backward(self, loss: Any) -> AbstractContextManager[None]:
+        return nullcontext() if self.selfcheck is None else self.selfcheck.backward(loss)
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -210,6 +224,8 @@ class AttachedHost:
         exhausted = self.controller.abort(error)
         if self.checks is not None:
             self.checks.abort(error)
+        if self.selfcheck is not None:
+            self.selfcheck.abort(error)
         reset_update(self.engine)
         self.log.restart()
         self.plane.update_restarts()

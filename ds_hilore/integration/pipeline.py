@@ -74,13 +74,15 @@ class LayerRange(nn.Module):
         return run(*inputs)
 
 
-def pipeline_notes(module: Any, prunes: bool) -> list[str]:
-    """What the user should know at start. `module` as it was given, `prunes`: the block asks for pruned replays."""
+def pipeline_notes(module: Any, prunes: bool, selfchecks: bool) -> list[str]:
+    """What the user should know at start. `module` as it was given; `prunes`, `selfchecks`: the block asks for it."""
     found = []
     if module.activation_checkpoint_interval == 0:
         found.append("activation_checkpoint_interval is 0: every layer with parameters is a unit of its own")
     if prunes:
         found.append("prune_zero_exposure is without effect in a pipeline")
+    if selfchecks:
+        found.append("selfcheck is without effect in a pipeline: its microbatches cannot be run by themselves")
     return found
 
 

@@ -388,6 +388,7 @@ class Learning:
     def disturbed(self) -> None:
         """Something else than the stage's own runs now: what is being measured tells nothing."""
         self.baseline.abort()
+        self._watch.abort()
 
     def abort(self) -> None:
         """The microbatch in hand failed."""

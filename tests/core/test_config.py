@@ -50,14 +50,14 @@ def test_a_full_block_is_read() -> None:
             "planner": {"solver": "cbc", "time_limit_s": 3, "relative_gap": 0},
             "prune_zero_exposure": True,
             "profile": {"path": "profiles", "calibration_microbatches": 0, "audit_interval": 0},
-            "selfcheck": {"updates": 0},
+            "selfcheck": {"updates": 3},
             "report": {"path": "runs/first"},
         }
     )
     assert isinstance(config.memory_budget, RankBudgets)
     assert config.memory_budget.for_rank(1, 2).value == 2 << 30
     assert config.units == ("LlamaDecoderLayer", "model.layers.*")
-    assert config.profile.path == "profiles" and config.report.path == "runs/first"
+    assert config.selfcheck.updates == 3 and config.profile.path == "profiles" and config.report.path == "runs/first"
     assert config.mode is Mode.EXACT and config.planner.solver is Solver.CBC
 
 
@@ -151,7 +151,7 @@ WRONG: list[tuple[Any, tuple[str, ...]]] = [
     ({"profile": {"path": 7}}, ("hilore.profile.path = 7", "string")),
     ({"profile": {"audit_interval": -1}}, ("hilore.profile.audit_interval = -1", "greater than or equal to 0")),
     ({"profile": {"calibration_microbatches": 65}}, ("hilore.profile.calibration_microbatches = 65", "64")),
-    ({"selfcheck": {"updates": 2}}, ("hilore.selfcheck.updates = 2", "self-check", "0")),
+    ({"selfcheck": {"updates": -1}}, ("hilore.selfcheck.updates = -1", "greater than or equal to 0")),
     ({"report": {"path": ""}}, ("hilore.report.path = ''", "folder", "null")),
     ({"report": {"path": "a\0b"}}, ("hilore.report.path = 'a\\x00b'", "folder")),
     ({"report": {"path": ["runs"]}}, ("hilore.report.path = ['runs']", "string")),
