@@ -70,7 +70,8 @@ def _memory(digest: Digest) -> Picture:
     if not measured:
         said = (
             "The purple line, what plans promise to peak at, should be close below the dashed budget. Peaks were not "
-            "measured: this run's allocator keeps freed memory (a CPU process that the launch scripts did not start)."
+            "measured: on CPU that takes a process that was started with MALLOC_MMAP_THRESHOLD_=65536, "
+            "MALLOC_TRIM_THRESHOLD_=65536 and MALLOC_TOP_PAD_=0 (glibc)."
         )
     return Picture("memory", "Memory against the budget", said + shaded + _fullest(digest), draw)
 
