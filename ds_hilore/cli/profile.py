@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         subject = subject_of(arguments, ds)
         with _fresh(folder) as fresh:
             rehearsal = rehearse(replace(subject, profile_folder=fresh))
+            rehearsal.meet()
             stored = _put(fresh, folder)
     if not rehearsal.leads:
         return 0
@@ -105,22 +106,35 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _fresh(folder: Path | None) -> Iterator[Path | None]:
-    """An empty folder within: what is there already is measured anew, and kept until that is done."""
+    """An empty folder within: what is there already is measured anew, and kept until that is done.
+
+    All ranks of a launcher name the same one, which the first of each machine makes and takes away.
+    """
     if folder is None:
         yield None
         return
+    fresh = folder / f".measuring-{os.environ.get('MASTER_PORT', os.getpid())}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix=".measuring-", dir=folder)
+        if _is_first():
+            shutil.rmtree(fresh, ignore_errors=True)  # of a run that was ended
+        fresh.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"profile.path {folder}: {error.strerror}; name a folder that can be written to") from None
-    with made as name:
-        yield Path(name)
+    try:
+        yield fresh
+    finally:
+        if _is_first():
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _is_first() -> bool:
+    """Of its machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _put(fresh: Path | None, folder: Path | None) -> list[Path]:
-    """Moves what was measured to its place."""
-    if fresh is None or folder is None:
+    """Moves what all ranks of this machine have measured to its place."""
+    if fresh is None or folder is None or not _is_first():
         return []
     found = sorted(fresh.glob("*.json"))
     for file in found:

@@ -123,6 +123,10 @@ class Rehearsal:
         """Whether this is the rank that speaks."""
         return torch.distributed.get_rank() == 0
 
+    def meet(self) -> None:
+        """Waits for all ranks."""
+        torch.distributed.barrier()
+
     def __str__(self) -> str:
         model, facts = self.engine.module, self.as_json()
         return (
@@ -158,7 +162,7 @@ class Rehearsal:
             UnsupportedError: it learns nothing.
         """
         for _ in range(MOST_UPDATES):
-            if self.learnt:
+            if self._everywhere(self.learnt):
                 return
             yield self.hilore.stage
             self.update()
@@ -166,6 +170,12 @@ class Rehearsal:
             f"after {MOST_UPDATES} updates the run has not learnt what its units cost (stage "
             f"{self.hilore.stage.value}); run `hilore doctor` with the same JSON and model"
         )
+
+    def _everywhere(self, here: bool) -> bool:
+        """Whether it is so on all ranks: they learn each for itself, and must make the same number of updates."""
+        flag = torch.tensor(int(here), device=self.engine.device)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN)
+        return bool(flag.item())
 
     def update(self) -> float:
         """One whole update. Gives the seconds of forward, loss, backward and step of all its microbatches."""

@@ -88,13 +88,15 @@ def test_hilore_commands_exist(page: Page, capsys: pytest.CaptureFixture[str]) -
 
 
 @everywhere
-def test_modules_that_are_run_exist_with_their_options(page: Page) -> None:
+def test_modules_that_are_run_exist_with_their_options(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
     for command in page.commands:
         found = re.search(r"(?:python|deepspeed .*?) (?:-m|--module) ([\w.]+)(.*)", command)
         if found:
             file = module_file(found[1])
             assert file is not None, f"{command}: there is no module {found[1]}"
-            assert flags(found[2]) <= options(file) | FOREIGN["any script of a user"], command
+            ours = found[1] == "ds_hilore.cli.main"  # `hilore` under a launcher
+            known = flags(hilore_help(found[2].split()[0], capsys)) if ours else options(file)
+            assert flags(found[2]) <= known | FOREIGN["any script of a user"], command
 
 
 @everywhere
