@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from ds_hilore.cli.main import main
 from ds_hilore.core.types import Shape
 from ds_hilore.integration.outlook import Training
 from ds_hilore.integration.rehearsal import Rehearsal, Subject, rehearsed_json
+from tests.ranks import RankPool
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64}
 DS: dict[str, Any] = {
@@ -85,6 +89,26 @@ def test_what_is_measured_is_stored_and_taken_over(here: Path, capsys: pytest.Ca
     assert engine.hilore.learning.known
     of_layers = engine.hilore.measurements.classes["LlamaDecoderLayer"]
     assert of_layers.state.count > 0 and len(engine.hilore.measurements.roster) == 3
+
+
+def on_every_rank(folder: str) -> tuple[int, str]:
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main([*COMMAND, "--json"])
+    return code, printed.getvalue()
+
+
+def test_ranks_measure_together(here: Path, ranks: RankPool) -> None:
+    """Under a launcher: one profile for all, a calibration of each, and the first rank speaks."""
+    calibrated = {"path": "profiles", "calibration_microbatches": 2}
+    (here / "ds.json").write_text(json.dumps({**DS, "hilore": {"max_gradient_error": 0.02, "profile": calibrated}}))
+    (first, printed), (second, silence) = ranks.run("tests.cli.test_profile:on_every_rank", folder=str(here))
+    assert (first, second, silence) == (0, 0, "")
+    found = json.loads(printed)
+    assert found["update"]["world_size"] == 2
+    names = {path.name.split("-", 2)[2] for path in (here / "profiles").iterdir()}
+    assert names == {f"bf16__int8-{part}.json" for part in ("all", "calibration-rank0", "calibration-rank1")}
+    assert sorted(found["stored"]) == [f"profiles/{path.name}" for path in sorted((here / "profiles").iterdir())]
 
 
 def test_people_are_told_where_it_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
