@@ -1,8 +1,8 @@
 """transformers' Trainer: its targets are announced before a forward; its plain next-token loss has coefficients 1/N.
 
-`Trainer.compute_loss` is led through this file while an engine with a block is attached and the Trainer is imported
-(`patches`). A loss that a subclass, `compute_loss_func`, label smoothing or the model itself makes differently is not
-told, and runs with exact actions; its targets are a forecast for pruning all the same.
+`Trainer.compute_loss` and `Trainer.log` are led through this file while an engine with a block is attached and the
+Trainer is imported (`patches`). A loss that a subclass, `compute_loss_func`, label smoothing or the model itself makes
+differently is not told, and runs with exact actions; its targets are a forecast for pruning all the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def patches() -> list[MethodPatch]:
     if trainer is None:
         return []
     leads = ("self", "model", "inputs", "return_outputs", "num_items_in_batch")
-    return [MethodPatch(trainer, "compute_loss", leads, _around_loss, "transformers")]
+    return [
+        MethodPatch(trainer, "compute_loss", leads, _around_loss, "transformers"),
+        MethodPatch(trainer, "log", ("self", "logs"), _around_log, "transformers"),
+    ]
 
 
 def told(model: Any) -> Controller | None:
@@ -81,6 +84,14 @@ def _around_loss(
     if plain:
         controller.note_coefficients(targets.float() / -divisor, targets)
     return result
+
+
+def _around_log(original: Callable[..., Any], trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    """What the Trainer logs of training steps has our metrics beside it, as `hilore/...`."""
+    controller = getattr(getattr(trainer, "model_wrapped", None), "hilore", None)
+    if controller is not None and "loss" in logs:  # neither of an evaluation nor of the whole run
+        logs.update({f"hilore/{name}": value for name, value in controller.metrics().items()})
+    return original(trainer, logs, *args, **kwargs)
 
 
 def targets_of(inputs: Mapping[str, Any]) -> Tensor | None:

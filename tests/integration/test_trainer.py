@@ -85,8 +85,13 @@ def trained(folder: str, case: str, block: dict[str, Any] | None) -> dict[str, A
     trainer = make_trainer(folder, trl_runs.ds_json(stage, block), **arguments)
     trainer.train()
     controller = getattr(trainer.model_wrapped, "hilore", None)
+    steps = [log for log in trainer.state.log_history if "grad_norm" in log]
     return {
         "logged": trl_runs.logged(trainer),
+        "metrics": [{name: log[name] for name in log if name.startswith("hilore/")} for log in steps],
+        "elsewhere": [
+            name for log in trainer.state.log_history if log not in steps for name in log if "hilore" in name
+        ],
         "stored": None if controller is None else controller.plan.count(Action.STORE),
         "announced": controller is not None and controller.microbatch.facts is not None,
     }
@@ -102,6 +107,10 @@ def test_losses_and_norms_are_those_of_the_trainer_alone(ranks: RankPool, tmp_pa
         for step, plain in zip(ours[rank]["logged"], alone[rank]["logged"], strict=True):
             assert set(step) == set(plain)
             assert all(math.isclose(step[name], plain[name], rel_tol=1e-6) for name in plain), (step, plain)
+        metrics = ours[rank]["metrics"]
+        assert [step["hilore/stored_units"] + step["hilore/replayed_units"] for step in metrics] == [3] * UPDATES
+        assert metrics[-1]["hilore/stored_units"] == 3 and metrics[-1]["hilore/budget_bytes"] > 0
+        assert not any(alone[rank]["metrics"]) and ours[rank]["elsewhere"] == []
 
 
 # ------------------------------------------------------------------------------------------------ coefficients
