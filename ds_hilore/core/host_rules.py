@@ -74,14 +74,40 @@ def check_against_ds_json(config: HiLoReConfig, ds: Mapping[str, Any], model_par
     found = [_refused(rule, value) for rule in REFUSALS if _is_on(value := _lookup(ds, rule.path))]
     checkpointing = _lookup(ds, (CHECKPOINTING_BLOCK,))
     keys: Mapping[str, Any] = checkpointing if isinstance(checkpointing, Mapping) else {}
-    if _is_on(keys.get("partition_activations")) and model_parallel_size > 1:
-        found.append(
-            f"{CHECKPOINTING_BLOCK}.partition_activations = true: it splits unit inputs over the {model_parallel_size} "
-            "model-parallel ranks, which is not supported yet; set it to false"
-        )
+    if model_parallel_size > 1:
+        splits = _is_on(keys.get("partition_activations"))
+        found += model_parallel_faults(model_parallel_size, zero_stage(ds), config.compresses, splits)
     if found:
         raise UnsupportedError("this DeepSpeed JSON cannot be combined with hilore:\n  " + "\n  ".join(found))
     return [line for key, value in keys.items() if (line := _effect(str(key), value))]
+
+
+def model_parallel_faults(size: int, stage: int, compresses: bool, splits_inputs: bool) -> list[str]:
+    """What cannot be had where several ranks share one copy of the layers, one line each, with the way out.
+
+    Args:
+        size: those ranks; above 1.
+        stage: of ZeRO.
+        compresses: plans may compress.
+        splits_inputs: DeepSpeed's checkpointing was told to partition activations.
+    """
+    found = []
+    if stage == 3:
+        found.append(
+            f"ZeRO-3 beside an mpu that splits layers over {size} ranks is not supported yet: use ZeRO-0, 1 or 2, or "
+            "ZeRO-3 without tensor parallelism"
+        )
+    if compresses:
+        found.append(
+            f"hilore.max_gradient_error above 0 where an mpu splits layers over {size} ranks is not supported yet, the "
+            "error of shards is not calibrated: set it to 0"
+        )
+    if splits_inputs:
+        found.append(
+            f"{CHECKPOINTING_BLOCK}.partition_activations = true: it splits unit inputs over the {size} model-parallel "
+            "ranks, which is not supported yet; set it to false"
+        )
+    return found
 
 
 def zero_stage(ds: Mapping[str, Any]) -> int:

@@ -30,6 +30,7 @@ from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
 from ds_hilore.integration.gradient_checks import CheckRules, GradientChecks
 from ds_hilore.integration.gradient_scale import EngineScale
 from ds_hilore.integration.host import AttachedHost
+from ds_hilore.integration.model_parallel import GroupAgreement, tensor_parallel_ranks, tensor_parallel_size
 from ds_hilore.integration.peft import let_embedding_outputs_require_grad
 from ds_hilore.integration.pipeline import (
     PipelineHost,
@@ -94,10 +95,11 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return result
     assert ds is not None
     deps.check_versions()
-    notes = check_against_ds_json(config, ds)
+    shared = tensor_parallel_size(given.get("mpu"))
+    notes = check_against_ds_json(config, ds, shared)
     # A pipeline's units are known when its engine is: it may set the checkpoint interval.
     units = Units({}) if is_pipeline(model) else find_units(model, config.units)
-    refuse_model(model, units.modules)
+    refuse_model(model, units.modules, zero_stage(ds), shared)
     # As `deepspeed.initialize` does: ranks must have met before its first collective on their parameters.
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
@@ -176,7 +178,7 @@ def attach(
         told = pipeline_notes(engine.module, config.prune_zero_exposure, config.selfcheck.updates > 0)
         notes = [*(notes or []), *told]
     units = units or (pipeline_units if pipeline else find_units)(engine.module, config.units)
-    refuse_engine(engine, units.modules)
+    refuse_engine(engine, units.modules, config.compresses)
     plane = plane or _agreed_plane(engine.module, config, ds, units)
     with ExitStack() as on_failure:
         on_failure.callback(plane.close)
@@ -224,9 +226,17 @@ def _keep_profile(engine: Any, config: HiLoReConfig, controller: Controller, ran
     stage = getattr(engine, "stage_id", None)  # of a pipeline
     key = _profile_key(engine, config)
     store = ProfileStore(config.profile.path, key, "all" if stage is None else f"stage{stage}")
-    controller.learning.known = isinstance(store.restore(controller.measurements), StoredProfile)
+    if _all_know(store, controller.parts):
+        controller.learning.known = isinstance(store.restore(controller.measurements), StoredProfile)
     if rank == 0 or stage:
         controller.learning.learnt = store.save
+
+
+def _all_know(store: ProfileStore, parts: ControllerParts) -> bool:
+    """Ranks that agree on replays measure in step: all of them go by a stored profile, or none does."""
+    if parts.agreement is None or parts.plane is None:
+        return True
+    return all(parts.plane.exchange("stored profile", isinstance(store.load(), StoredProfile)))
 
 
 def _keep_calibration(engine: Any, config: HiLoReConfig, checks: GradientChecks, rank: int) -> None:
@@ -249,6 +259,7 @@ def _profile_key(engine: Any, config: HiLoReConfig) -> Fingerprint:
         loss_path="any",  # the loss is no unit
         device=torch.device(engine.device),
         state=tried,
+        tensor_parallel=tensor_parallel_size(engine.mpu),
     )
 
 
@@ -282,6 +293,8 @@ def _controller(engine: Any, config: HiLoReConfig, units: Units, plane: ControlP
     planner = RankPlanner(budget, solver, limits, meter.wander_bytes)
     known = set(units.modules)
     stage3 = engine.zero_optimization_stage() == 3
+    agreement = _agreement(engine, units, plane)
+    alone = agreement is None
     parts = ControllerParts(
         rank=plane.rank,
         unit_names=units.names,
@@ -291,18 +304,26 @@ def _controller(engine: Any, config: HiLoReConfig, units: Units, plane: ControlP
         scale=scale,
         # Under ZeRO-3 a function that is no leaf module gathers in its replay: all ranks must replay it (fact 16).
         replay_only=(lambda module: module not in known) if stage3 else (lambda module: False),
-        trial_microbatches=config.planner.trial_microbatches,
+        # What is found out in a trial is each rank's own.
+        trial_microbatches=config.planner.trial_microbatches if alone else 0,
         codecs=config.codecs if config.compresses else (),
         risk=_risk_rules(engine, config),
         # A pruned replay knows one microbatch at a time.
         roles=decoder_layer_roles
-        if config.prune_zero_exposure and not paper and not is_pipeline(engine.module)
+        if config.prune_zero_exposure and not paper and alone and not is_pipeline(engine.module)
         else None,
-        techniques=_papers_own(config.paper) if paper else Techniques(),
+        techniques=_papers_own(config.paper) if paper else Techniques(dead_work=alone),
+        agreement=agreement,
         plane=plane,
         reaches=_reaches(engine, units) if config.compresses else {},
     )
     return Controller(parts)
+
+
+def _agreement(engine: Any, units: Units, plane: ControlPlane) -> GroupAgreement | None:
+    """With the ranks that share this one's layers; None where an mpu names none."""
+    ranks = tensor_parallel_ranks(engine.mpu)
+    return GroupAgreement(plane, ranks, [path for path, _ in units.names.values()]) if ranks else None
 
 
 def _reaches(engine: Any, units: Units) -> dict[str, Reach]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ds_hilore.core.fabric import ControlPlane
-from ds_hilore.integration import trainer, trl
+from ds_hilore.integration import megatron, trainer, trl
 from ds_hilore.integration.beside import Recording
-from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch, ModelParallelRng
+from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch
 from ds_hilore.integration.gated_mlp import apply_gated_mlps, undo_gated_mlps
 from ds_hilore.integration.gradient_checks import GradientChecks
 from ds_hilore.integration.gradient_norm import engine_gradient_norm, local_gradient_norm
@@ -59,7 +59,7 @@ class AttachedHost:
         self._change_model()
         DeepSpeedCheckpointPatch.apply()
         self._stack.callback(DeepSpeedCheckpointPatch.undo)
-        self._stack.enter_context(applied([*trainer.patches(), *trl.patches()]))
+        self._stack.enter_context(applied([*trainer.patches(), *trl.patches(), *megatron.patches()]))
         self._change_engine()
         self.engine.__dict__["hilore"] = self.controller
         self.engine.__dict__["_hilore_host"] = self
@@ -100,7 +100,7 @@ class AttachedHost:
         self._say_if_idle()
         with self._update_at_stake():
             self._meet_ranks()
-            self.controller.context.rng_tracker = ModelParallelRng.if_used()
+            self.controller.context.rng_tracker = megatron.rng_trackers()
             with forward_of(self.controller), self._checked_forward() as recordings:
                 result = original(*args, **kwargs)
             self.controller.outputs.mark(result)

@@ -1,4 +1,4 @@
-"""Leading a method of a host's class through one of ours, and back."""
+"""Leading a method of a host's class, or a function of its module, through one of ours, and back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from ds_hilore.core.deps import installed_version
@@ -17,17 +18,18 @@ _ORIGINAL = "_hilore_original"
 
 @dataclass(frozen=True)
 class MethodPatch:
-    """One method of a class that others own. Users are counted: the last one to leave puts the original back.
+    """One method of a class, or function of a module, that others own. Users are counted: the last one to leave puts
+    the original back.
 
     Args:
-        owner: the class; it defines the method itself.
-        name: of the method.
+        owner: the class, which defines the method itself, or the module.
+        name: of the method or function.
         leads: names of its first parameters as we know them, `self` included.
         around: called as `around(original, self, *args, **kwargs)` in place of the method.
         package: distribution the class comes from, named where its signature is another.
     """
 
-    owner: type
+    owner: type | ModuleType
     name: str
     leads: Sequence[str]
     around: Callable[..., Any]
@@ -66,7 +68,9 @@ class MethodPatch:
             setattr(self.owner, self.name, original)
 
     def _check(self, current: Any) -> None:
-        where = f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+        owner = self.owner
+        home = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+        where = f"{home}.{self.name}"
         version = f"{self.package} {installed_version(self.package)}"
         if not callable(current):
             raise UnsupportedError(f"{where} is not there in {version}: {_WAY_OUT.format(package=self.package)}")

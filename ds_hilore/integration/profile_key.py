@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
+from enum import Enum
 from typing import Any
 
 import torch
@@ -28,14 +30,21 @@ _NOT_THE_MODEL = (
 
 
 def profile_fingerprint(
-    model: nn.Module, *, zero_stage: int, world_size: int, loss_path: str, device: torch.device, state: str = "exact"
+    model: nn.Module,
+    *,
+    zero_stage: int,
+    world_size: int,
+    loss_path: str,
+    device: torch.device,
+    state: str = "exact",
+    tensor_parallel: int = 1,
 ) -> Fingerprint:
     """Everything that decides a unit's bytes and seconds, as a profile is stored with it, and the form of its gradient.
 
     Args:
         model: as it is trained, adapters included; under ZeRO-3 parameters may be partitioned.
         loss_path: "chunked" or "logits".
-        state: see `Fingerprint`.
+        state, tensor_parallel: see `Fingerprint`.
     """
     shapes = [(name, list(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()]
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -54,13 +63,24 @@ def profile_fingerprint(
         deepspeed=deps.installed_version("deepspeed") or "",
         transformers=deps.installed_version("transformers") or "",
         ds_hilore=deps.installed_version("ds_hilore") or "",
+        tensor_parallel=tensor_parallel,
     )
 
 
 def _config_fields(config: Any) -> dict[str, Any]:
-    if config is None or not hasattr(config, "to_dict"):
+    if hasattr(config, "to_dict"):
+        return {name: value for name, value in config.to_dict().items() if name not in _NOT_THE_MODEL}
+    if not dataclasses.is_dataclass(config):
         return {}
-    return {name: value for name, value in config.to_dict().items() if name not in _NOT_THE_MODEL}
+    # Megatron-Core's holds functions too, whose names are addresses.
+    found = {item.name: getattr(config, item.name, None) for item in dataclasses.fields(config)}
+    return {name: value for name, value in found.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str | Enum)
 
 
 def _scalings(model: nn.Module) -> list[tuple[str, str]]:

@@ -11,53 +11,54 @@ from typing import Any
 from torch import nn
 
 from ds_hilore.core.errors import UnsupportedError
+from ds_hilore.integration.megatron import megatron_faults
+from ds_hilore.integration.model_parallel import faults_of_groups, tensor_parallel_size
 from ds_hilore.recovery.routing import is_compiled
 
 _COMPILED = "the whole model is under torch.compile: compile modules inside a decoder layer instead"
 
 
-def refuse_model(model: nn.Module, units: Iterable[nn.Module]) -> None:
+def refuse_model(
+    model: nn.Module, units: Iterable[nn.Module], zero_stage: int = 0, mpu_size: int | None = None
+) -> None:
     """Looks at a model before DeepSpeed does.
+
+    Args:
+        zero_stage: that the JSON names.
+        mpu_size: ranks that share layers by what the `mpu` says; None: not known.
 
     Raises:
         UnsupportedError: with every feature that is refused.
     """
-    found = _faults_of(model)
-    around = [] if is_compiled(model) else _compiled_around(model, set(units))
+    modules = set(units)
+    found = [*_faults_of(model), *megatron_faults(model, modules, zero_stage, mpu_size)]
+    around = [] if is_compiled(model) else _compiled_around(model, modules)
     if around:
         found.append(f"torch.compile around a unit ({', '.join(around[:5])}): compile modules inside the unit instead")
     _raise(found, "this model")
 
 
-def refuse_engine(engine: Any, units: Iterable[nn.Module]) -> None:
+def refuse_engine(engine: Any, units: Iterable[nn.Module], compresses: bool = False) -> None:
     """Looks at an engine before anything is changed on it.
+
+    Args:
+        compresses: plans may compress.
 
     Raises:
         UnsupportedError: with every feature that is refused.
     """
+    modules, stage = list(units), engine.zero_optimization_stage()
     found = _faults_of(engine.module)
+    found += megatron_faults(engine.module, modules, stage, tensor_parallel_size(getattr(engine, "mpu", None)))
     if getattr(engine, "is_compiled", False):
         found.append("engine.compile() was called: leave it out")
-    if engine.zero_optimization_stage() == 3 and not all(getattr(unit, "_z3_leaf", False) for unit in units):
+    if stage == 3 and not all(getattr(unit, "_z3_leaf", False) for unit in modules):
         found.append(
             "a ZeRO-3 engine made without us gathers parameters within units, so ranks with different plans would wait "
             "for each other: make it with ds_hilore.initialize, or call ds_hilore.install() before deepspeed.initialize"
         )
-    if (shared := _model_parallel_size(engine)) > 1:
-        found.append(
-            f"its mpu splits the model over {shared} ranks, and replays would wait for each other where plans differ: "
-            "remove the hilore block, or use ZeRO-3 to shard the model"
-        )
+    found += faults_of_groups(engine, compresses)
     _raise(found, "this engine")
-
-
-def _model_parallel_size(engine: Any) -> int:
-    """Ranks that share one copy of the model: what DeepSpeed asks an `mpu` for (`DeepSpeedEngine.mpu`)."""
-    mpu = getattr(engine, "mpu", None)
-    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
-        if hasattr(mpu, name):
-            return int(getattr(mpu, name)())
-    return 1
 
 
 def refuse_compiled_model(model: nn.Module) -> None:

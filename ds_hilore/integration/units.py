@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_hilore.core.errors import ConfigError
 from ds_hilore.integration.checkpoint import checkpoint
+from ds_hilore.integration.megatron import layer_groups
 from ds_hilore.integration.transformers import checkpointing_layers
 
 
@@ -37,14 +38,15 @@ def find_units(model: nn.Module, wanted: str | tuple[str, ...]) -> Units:
     """The units of a model.
 
     Args:
-        wanted: "auto" for the layers that transformers can checkpoint, else class names and patterns of module paths.
+        wanted: "auto" for the layers that transformers can checkpoint and the groups of layers that Megatron-Core
+            does, else class names and patterns of module paths.
 
     Raises:
         ConfigError: a name in `wanted` matches no module, or matches modules inside each other.
     """
     layers = checkpointing_layers(model)
     if wanted == "auto":
-        return Units(named(model, layers))
+        return Units(labelled({**_paths(model, layers), **layer_groups(model)}))
     modules = _outermost(_matching(model, tuple(wanted)))
     by_host = set(layers)
     return Units(named(model, modules), tuple(module for module in modules if module not in by_host))
@@ -103,17 +105,26 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def named(model: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, tuple[str, str]]:
-    """Paths in the model, and class labels that tell layers of one class but another make-up apart (fact 17)."""
+    """Paths in the model, and class labels."""
+    return labelled(_paths(model, modules))
+
+
+def _paths(model: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, str]:
     wanted = set(modules)
+    return {module: path for path, module in model.named_modules() if module in wanted}
+
+
+def labelled(paths: Mapping[nn.Module, str]) -> dict[nn.Module, tuple[str, str]]:
+    """Adds class labels to paths: layers of one class but another make-up are told apart (fact 17)."""
     labels: dict[tuple[Any, ...], str] = {}
     per_class: dict[str, int] = {}
     names: dict[nn.Module, tuple[str, str]] = {}
-    for path, module in model.named_modules():
-        if module not in wanted:
-            continue
+    for module, path in paths.items():
         make = (type(module), *sorted(_children(module)))
         if make not in labels:
             kind = type(module).__name__
+            if isinstance(module, nn.ModuleList):  # a group: "2xTransformerLayer"
+                kind = f"{len(module)}x{type(module[0]).__name__}"
             per_class[kind] = per_class.get(kind, 0) + 1
             labels[make] = kind if per_class[kind] == 1 else f"{kind}/{per_class[kind]}"
         names[module] = (path, labels[make])

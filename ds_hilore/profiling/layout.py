@@ -32,6 +32,7 @@ class Fingerprint:
         loss_path: "chunked" or "logits".
         state: what of a unit's state was measured, for example "exact", or "bf16, int8": the codecs that were tried.
         device: name of the device, and its memory where that matters.
+        tensor_parallel: ranks that share each layer.
         torch, deepspeed, transformers, ds_hilore: versions, "" where not installed.
     """
 
@@ -48,6 +49,7 @@ class Fingerprint:
     deepspeed: str
     transformers: str
     ds_hilore: str
+    tensor_parallel: int = 1
 
     def differences(self, stored: Fingerprint) -> list[str]:
         """Fields that differ, each as "name: this then, that now"."""
@@ -72,6 +74,7 @@ class StoredFingerprint(Strict):
     deepspeed: Text
     transformers: Text
     ds_hilore: Text
+    tensor_parallel: Count = 1
 
     def read(self) -> Fingerprint:
         return Fingerprint(**self.model_dump())

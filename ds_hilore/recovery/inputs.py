@@ -81,10 +81,13 @@ class UnitInputs:
     @property
     def shape(self) -> Shape:
         """Rows x length of the unit's first floating-point input, whose last dimension is its width; 0 x 0 where it
-        has none. Rows of a two-dimensional input are the positions of one segment."""
+        has none. Rows of a two-dimensional input are the positions of one segment; a function that says `length_first`
+        takes [length, rows, width]."""
         for leaf in self.leaves:
             if isinstance(leaf, _Held) and leaf.kept.tensor.is_floating_point() and leaf.kept.tensor.dim() >= 2:
                 size = leaf.kept.tensor.shape
+                if getattr(self.function, "length_first", False) and len(size) == 3:
+                    return Shape(size[1], size[0])
                 return Shape(size[:-2].numel(), size[-2])
         return Shape(0, 0)
 

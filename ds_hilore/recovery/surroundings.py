@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Surroundings:
             if module is not None:
                 module.set_rng_state(self.device_rng, self.device)
             if self.tracker is not None:
-                self.tracker.set_states(self.tracker_states)
+                self.tracker.set_states(copy.copy(self.tracker_states))  # it goes on in what it is given
             with ExitStack() as stack:
                 for state in self.autocast:
                     stack.enter_context(state.restore())

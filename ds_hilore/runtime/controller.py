@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ds_hilore.core.errors import MemoryExhausted
-from ds_hilore.core.treatment import REPLAYED, Treatment, treatment_of
+from ds_hilore.core.treatment import REPLAYED, Treatment
 from ds_hilore.core.types import Action, Plan, Shape, UnitId
 from ds_hilore.profiling.measure import Measurements
 from ds_hilore.recovery.deadwork import DeadWork
@@ -202,7 +202,7 @@ class Controller:
         batch.counts[name] += 1
         self.guard.levels.before(unit)
         replay_only = self.parts.replay_only(module)
-        treatment = REPLAYED if replay_only else treatment_of(batch.plan, unit)
+        treatment = REPLAYED if replay_only else batch.treatment(unit)
         if batch.prunes and treatment.action is Action.RECOMPUTE and not replay_only:
             batch.treated[unit] = REPLAYED
             call, result = self.pruner.run((self.context, unit, unit_class, inputs), function, args, kwargs)
@@ -232,6 +232,8 @@ class Controller:
             batch.plan = self._forced
         elif not spared:
             batch.plan = self.learning.choose(batch, shape)
+        if (agreement := self.parts.agreement) is not None:
+            batch.agree(agreement.stored(batch.plan, [unit for unit, _ in self.measurements.roster]))
         if self._forced is None and not (spared and self.stage is Stage.TRIAL):
             self.learning.begin(batch, shape, measured=self.update > 0)  # the first update makes optimizer state
 
@@ -388,7 +390,7 @@ class Controller:
 
     def close(self) -> None:
         self.learning.disturbed()
-        self.parts.planner.close()
+        self.parts.close()
 
     def _note_dead(self, unit_class: str, dead: frozenset[Site]) -> None:
         self.dead[unit_class] = dead

@@ -124,14 +124,14 @@ class Guard:
             Whether any was freed. False: the exception means something else.
 
         Raises:
-            MemoryExhausted: nothing is left to free.
+            MemoryExhausted: nothing is left to free, or replays were agreed on with other ranks.
         """
         asked = refused_bytes(error)
         if asked is None:
             return False
         batch = self._batch()
         others = [other for other in batch.alive() if other is not call and other.action is not Action.RECOMPUTE]
-        if not others:
+        if not others or batch.agreed is not None:  # other ranks would replay neither those nor this one again
             raise self._exhausted(call.unit, asked, error) from error
         wanted, freed = max(1, asked, 2 * self._freed), 0
         dropped: list[UnitId] = []
@@ -163,7 +163,7 @@ class Guard:
         budget = f" (now {self._planner.budget_bytes} bytes)" if self._planner.budget_bytes else ""
         missing = f"; {self._planner.infeasible}" if self._planner.infeasible is not None else ""
         return MemoryExhausted(
-            f"rank {self._rank} {where}: {count} could not be allocated, and no stored state was left to give up"
+            f"rank {self._rank} {where}: {count} could not be allocated, and no stored state could be given up"
             f"{missing}. Run the whole update again on all ranks: it will replay every unit, and later plans leave "
             f"more room. If it fails again, make microbatches shorter or lower hilore.memory_budget{budget}. "
             f"The allocator said: {error}"

@@ -40,6 +40,7 @@ class Microbatch:
         pruning: how much of them, as far as plans go by it.
         awaited: observed log-probabilities whose gradient has not come yet.
         continued: its graph is kept for another backward, of which nothing is known.
+        agreed: calls that all ranks of a group store, which replay all others; None: nobody need agree.
     """
 
     phase: Phase = Phase.IDLE
@@ -58,12 +59,24 @@ class Microbatch:
     coefficients: list[Coefficients] = field(default_factory=list)
     awaited: int = 0
     continued: bool = False
+    agreed: frozenset[UnitId] | None = None
 
     @property
     def exact_only(self) -> bool:
         """Whether coefficients do not tell the whole gradient: that was announced, or some are still to come."""
         announced = self.facts is not None and self.facts.exact_only
         return announced or self.awaited > 0 or self.continued
+
+    def agree(self, stored: frozenset[UnitId]) -> None:
+        """All ranks whose collectives a replay repeats store just these calls. None of them may replay more later,
+        whatever comes, so what was prepared stands."""
+        self.agreed, self.prepared = stored, None
+
+    def treatment(self, unit: UnitId) -> Treatment:
+        """What is done with a unit that is about to run."""
+        planned = treatment_of(self.plan, unit)
+        others_replay = self.agreed is not None and unit not in self.agreed
+        return REPLAYED if others_replay and planned.action is not Action.RECOMPUTE else planned
 
     def alive(self) -> list[UnitCall]:
         return [call for reference in self.calls if (call := reference()) is not None]

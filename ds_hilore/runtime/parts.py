@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.treatment import Treatment, UniformPlan
-from ds_hilore.core.types import Action, Plan
+from ds_hilore.core.types import Action, Plan, UnitId
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.objective.reach import Reach
 from ds_hilore.profiling.clock import Clock
@@ -61,6 +61,24 @@ class Techniques:
     least_encoded_bytes: int = 0
 
 
+class ReplayAgreement(Protocol):
+    """With the ranks that communicate inside units: a unit is replayed by all of them or by none (design fact 16)."""
+
+    def stored(self, plan: Plan, calls: Iterable[UnitId]) -> frozenset[UnitId]:
+        """Calls of units that no rank's plan replays. Asked once per microbatch, by all of those ranks in step.
+
+        Args:
+            plan: this rank's.
+            calls: those of a microbatch, as far as they are known. All others are replayed.
+
+        Raises:
+            RankMismatch: a rank did not answer.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class ControllerParts:
     """What a controller is built from.
@@ -75,6 +93,7 @@ class ControllerParts:
         roles: what the arguments of a unit mean, for pruning; None where nothing is to be pruned.
         reaches: by unit path, of units whose state does not reach all positions that follow.
         techniques: what else may be used; all of ours by default.
+        agreement: with ranks whose collectives a replay repeats; None: replays communicate with nobody.
         plane: to the other ranks of the job, with which gradient error is shared; None: there are none.
     """
 
@@ -90,6 +109,7 @@ class ControllerParts:
     risk: RiskRules = field(default_factory=RiskRules)
     roles: RolesOf | None = None
     techniques: Techniques = field(default_factory=Techniques)
+    agreement: ReplayAgreement | None = None
     plane: ControlPlane | None = None
     reaches: Mapping[str, Reach] = field(default_factory=dict)
 
@@ -102,6 +122,12 @@ class ControllerParts:
             function = function.func
         name = getattr(function, "__qualname__", type(function).__name__)
         return name, name
+
+    def close(self) -> None:
+        """Ends the background planner, and gives back the group that agrees."""
+        self.planner.close()
+        if self.agreement is not None:
+            self.agreement.close()
 
 
 def forced_plan(wanted: Plan | Treatment | Action | None) -> Plan | None:

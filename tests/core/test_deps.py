@@ -43,7 +43,7 @@ def test_every_extra_that_is_named_exists() -> None:
     extras = setup_argument("extras_require")
     assert isinstance(extras, list)
     assert {extra for extra, _ in deps.OPTIONAL.values()} <= set(extras)
-    assert {"dev", "mpi", "demo", "docs", "report", "triton", "trl"} == set(extras)
+    assert {"dev", "mpi", "demo", "docs", "megatron", "report", "triton", "trl"} == set(extras)
 
 
 def test_this_machine_is_new_enough() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -36,6 +37,17 @@ def test_last_user_puts_the_original_back() -> None:
     assert Host.__dict__["run"] is before
     patch().undo()
     assert Host.__dict__["run"] is before
+
+
+def test_functions_of_a_module_too() -> None:
+    home = ModuleType("home")
+    home.say = lambda words: words  # type: ignore[attr-defined]
+    before = home.say
+    with applied([MethodPatch(home, "say", ("words",), lambda original, words: original(words).upper(), "torch")]):
+        assert home.say("a") == "A"
+    assert home.say is before
+    with pytest.raises(UnsupportedError, match=r"home\.say .*remove the hilore block"):
+        MethodPatch(home, "say", ("text",), louder, "torch").apply()
 
 
 @pytest.mark.parametrize(("leads", "name"), [(("self", "model", "batch"), "run"), (("self",), "walk")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ def test_the_run_itself() -> None:
     assert changed(key(models.llama(), zero_stage=3), here) == {"zero_stage"}
     assert changed(key(models.llama(), world_size=8), here) == {"world_size"}
     assert changed(key(models.llama(), loss_path="logits"), here) == {"loss_path"}
+    assert changed(key(models.llama(), tensor_parallel=2), here) == {"tensor_parallel"}
     with torch.autocast("cpu", torch.bfloat16):
         assert changed(key(models.llama()), here) == {"dtypes"}
     threads = torch.get_num_threads()
@@ -72,6 +74,27 @@ def test_the_run_itself() -> None:
         assert changed(key(models.llama()), here) == {"device"}
     finally:
         torch.set_num_threads(threads)
+
+
+@dataclass
+class CoreConfig:
+    """As Megatron-Core's: functions among plain values."""
+
+    hidden_dropout: float = 0.0
+    recompute_modules: list[str] | None = None
+    init_method: Any = None
+
+
+def test_plain_values_of_a_dataclass_are_part_of_the_model() -> None:
+    def built(**settings: Any) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.config = CoreConfig(**settings)  # type: ignore[assignment]
+        return model
+
+    here = key(built(init_method=lambda: None))
+    assert key(built(init_method=lambda: None)) == here
+    assert changed(key(built(hidden_dropout=0.1)), here) == {"model"}
+    assert changed(key(built(recompute_modules=["mlp"])), here) == {"model"}
 
 
 def test_partitioned_parameters_have_their_whole_shape() -> None:

@@ -42,6 +42,18 @@ def test_partial_objects_are_undone_and_calls_win_over_them() -> None:
     assert args == (1, 2) and kwargs == {"c": 6, "d": 5}
 
 
+def test_shape_is_rows_and_length_in_either_order() -> None:
+    class LengthFirst:
+        length_first = True
+
+        def __call__(self, hidden: Tensor) -> None: ...
+
+    hidden = torch.ones(5, 3, 2)
+    assert _capture(lambda hidden: None, hidden).shape == Shape(5, 3)
+    assert _capture(LengthFirst(), hidden).shape == Shape(3, 5)
+    assert _capture(LengthFirst(), torch.ones(1, 5, 3, 2)).shape == Shape(5, 3), "no [s, b, h]"
+
+
 def test_the_module_is_found_however_its_forward_is_called() -> None:
     module = nn.Linear(2, 2)
     x = torch.ones(1, 2)

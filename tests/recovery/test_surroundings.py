@@ -17,7 +17,7 @@ from tests.recovery.units import CPU, H, R, Units
 
 
 class Tracker:
-    """What a model-parallel random state tracker looks like."""
+    """What a model-parallel random state tracker looks like. As the real ones, it goes on in what it is given."""
 
     def __init__(self) -> None:
         self.states: dict[str, int] = {"model-parallel": 1}
@@ -26,7 +26,7 @@ class Tracker:
         return dict(self.states)
 
     def set_states(self, states: Any) -> None:
-        self.states = dict(states)
+        self.states = states
 
 
 def test_r8_random_numbers_are_those_of_the_forward_and_the_stream_goes_on() -> None:
@@ -71,6 +71,16 @@ def test_r8_streams_are_put_back_when_the_replay_raises() -> None:
         torch.rand(7)
         raise LookupError
     assert torch.equal(torch.get_rng_state(), before) and tracker.states == {"model-parallel": 5}
+
+
+def test_r8_states_of_the_tracker_serve_for_a_second_replay() -> None:
+    """As with `retain_graph`, and for nodes that unpack a slot more than once."""
+    tracker = Tracker()
+    surroundings = Surroundings(CPU, tracker)
+    for _ in range(2):
+        with surroundings.restored():
+            assert tracker.states == {"model-parallel": 1}
+            tracker.states["model-parallel"] += 1
 
 
 def test_r8_the_tracker_of_the_context_is_taken_along() -> None:
