@@ -24,6 +24,7 @@ _LAZY = {
     "install": "ds_hilore.integration.deepspeed_engine",
     "log_probs": "ds_hilore.objective.chunked",
     "observe_logps": "ds_hilore.runtime.current",
+    "restart_update": "ds_hilore.integration.deepspeed_engine",
     "uninstall": "ds_hilore.integration.deepspeed_engine",
 }
 
@@ -40,13 +41,14 @@ __all__ = [
     "install",
     "log_probs",
     "observe_logps",
+    "restart_update",
     "uninstall",
 ]
 
 if TYPE_CHECKING:
     from ds_hilore.core.config import HiLoReConfig
     from ds_hilore.integration.checkpoint import checkpoint
-    from ds_hilore.integration.deepspeed_engine import detach, initialize, install, uninstall
+    from ds_hilore.integration.deepspeed_engine import detach, initialize, install, restart_update, uninstall
     from ds_hilore.objective.chunked import log_probs
     from ds_hilore.objective.grpo import GRPOLossConfig
     from ds_hilore.runtime.current import begin_microbatch, begin_update, grpo_loss, observe_logps

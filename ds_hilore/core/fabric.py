@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 from ds_hilore.core.errors import RankMismatch, UsageError
 
+#: What to do where ranks differ from the start.
+SAME_START = "start every rank with the same configuration, model and package versions"
+
 
 class ControlPlane(Protocol):
     """A small, slow, dependable channel between all ranks of a job."""
@@ -27,11 +30,11 @@ class ControlPlane(Protocol):
         """
         ...
 
-    def agree(self, what: str, payload: Any) -> None:
+    def agree(self, what: str, payload: Any, remedy: str = SAME_START) -> None:
         """Checks that `payload` (a dict of JSON-able values) is the same on every rank.
 
         Raises:
-            RankMismatch: on every rank, naming the key, the values and the ranks that hold them.
+            RankMismatch: on every rank, naming the key, the values and the ranks that hold them, and `remedy`.
         """
         ...
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_hilore.core.fabric import ControlPlane
+from ds_hilore.core.fabric import SAME_START, ControlPlane
 from ds_hilore.integration.messages import BLAME_WAIT_S, MessagePlane, ranks_text, to_json
 from ds_hilore.integration.mpi_plane import MpiControlPlane, MpiUse, mpi_use
 
@@ -73,7 +73,7 @@ class SingleRankPlane:
     def exchange(self, what: str, payload: Any) -> list[Any]:
         return [json.loads(to_json(what, payload))]
 
-    def agree(self, what: str, payload: Any) -> None:
+    def agree(self, what: str, payload: Any, remedy: str = SAME_START) -> None:
         to_json(what, payload)  # a payload that only one rank could send is a bug on one rank too
 
     def node_ranks(self) -> tuple[int, ...]:

@@ -281,6 +281,22 @@ def detach(engine: Any) -> None:
         host.undo()
 
 
+def restart_update(engine: Any) -> None:
+    """The current update begins again at its first microbatch: after an exception in code of the caller's own, between
+    calls of the engine (a loss, say). One that comes out of such a call has done this already.
+
+    Without it the host's rule holds: the microbatch that failed may be repeated alone, and gradients of those before it
+    stay. Every rank runs the whole update again; those that go on with it are told where ranks meet next.
+
+    Raises:
+        UsageError: no controller is attached, or the engine is a pipeline's, which cannot begin an update again.
+    """
+    host: AttachedHost | None = getattr(engine, "_hilore_host", None)
+    if host is None:
+        raise UsageError("restart_update: this engine has no hilore block in force; DeepSpeed cannot do this by itself")
+    host.restart_update()
+
+
 def _controller(engine: Any, config: HiLoReConfig, units: Units, plane: ControlPlane, scale: EngineScale) -> Controller:
     device = torch.device(engine.device)
     budget = config.memory_budget

@@ -31,6 +31,12 @@ from ds_hilore.runtime.current import forward_of
 
 _log = logging.getLogger(__name__)
 
+#: What to do where ranks are not at the same place of a run.
+_SAME_PLACE = (
+    "make the same calls on every rank; where `update` differs, some ranks have stepped and others have not: load a "
+    "checkpoint on all of them"
+)
+
 
 @dataclass
 class AttachedHost:
@@ -192,7 +198,8 @@ class AttachedHost:
             return
         first = self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0
         if first or self.engine.zero_optimization_stage() >= 2:
-            self.plane.agree("microbatch", self.controller.progress() | {"micro_steps": self.engine.micro_steps})
+            progress = self.controller.progress() | {"micro_steps": self.engine.micro_steps}
+            self.plane.agree("microbatch", progress, _SAME_PLACE)
 
     @property
     def _reduces_in_backward(self) -> bool:
@@ -215,7 +222,11 @@ class AttachedHost:
             self._give_up_update(error)
             raise
 
-    def _give_up_update(self, error: BaseException) -> None:
+    def restart_update(self) -> None:
+        """See `deepspeed_engine.restart_update`."""
+        self._give_up_update(None)
+
+    def _give_up_update(self, error: BaseException | None) -> None:
         """The update starts again: what DeepSpeed left half done would be silently wrong (design fact 4).
 
         Raises:

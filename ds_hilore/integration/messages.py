@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_hilore.core.errors import RankMismatch, UsageError
+from ds_hilore.core.fabric import SAME_START
 
 #: Size of the first message. Fingerprints, counts and budgets fit; only large payloads need a second one.
 MESSAGE_BYTES = 512
@@ -159,7 +160,7 @@ class MessagePlane(ABC):
             messages = self._gather(Message(self._sequence, what, body, self._restarts).encode(), MESSAGE_BYTES)
         return [Received.decode(message) for message in messages]
 
-    def agree(self, what: str, payload: Any) -> None:
+    def agree(self, what: str, payload: Any, remedy: str = SAME_START) -> None:
         """See `core.fabric.ControlPlane.agree`.
 
         Raises:
@@ -170,10 +171,8 @@ class MessagePlane(ABC):
             raise UsageError(f"agree({what!r}) compares a dict key by key, and got a {type(payload).__name__}")
         found = differences(self.exchange(what, payload))
         if found:
-            raise RankMismatch(
-                f"ranks disagree on {what}:\n" + "\n".join(f"  {line}" for line in found) + "\n"
-                "start every rank with the same configuration, model and package versions"
-            )
+            lines = "\n".join(f"  {line}" for line in found)
+            raise RankMismatch(f"ranks disagree on {what}:\n{lines}\n{remedy}")
 
     def node_ranks(self) -> tuple[int, ...]:
         """See `core.fabric.ControlPlane.node_ranks`.

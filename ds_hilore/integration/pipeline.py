@@ -224,7 +224,10 @@ class PipelineHost(AttachedHost):
             facts = {"update": self.controller.update, "microbatches": engine.micro_batches}
             self.plane.agree("update", facts | {"global_steps": engine.global_steps})
 
-    def _give_up_update(self, error: BaseException) -> None:
+    def restart_update(self) -> None:
+        raise UsageError("restart_update: a pipeline cannot begin an update again; start the job from a checkpoint")
+
+    def _give_up_update(self, error: BaseException | None) -> None:
         exhausted = self.controller.abort(error)
         self.waiting.clear()
         self.log.restart()

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hilore.core.errors import RankMismatch
+import ds_hilore
+from ds_hilore.core.errors import RankMismatch, UsageError
 from ds_hilore.integration import gradient_checks
 from ds_hilore.profiling.held_out import HeldOut, Outcome
 from tests.engines import config
@@ -69,6 +70,27 @@ def _until_it_runs(update: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, T
             errors.append(type(error).__name__)
             longest = max(longest, time.monotonic() - started)
     raise AssertionError(f"the update never ran: {errors}")
+
+
+def restarted(stage: int, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """Three updates of two microbatches; after the loss of the second's second microbatch has raised on `ranks`, the
+    caller begins that update again."""
+    reference, made = updates.pair(lambda: lora(llama(layers=2)), config(stage, 2))
+    fault, unequal, errors = Fault(made), [], []
+    for number in range(3):
+        expected = updates.run_update(reference, number)
+        fault.armed = "loss" if number == 1 and dist.get_rank() in ranks else ""
+        while True:
+            try:
+                found = updates.run_update(made, number, fault.loss)
+                break
+            except Broken:
+                errors.append("Broken")
+                ds_hilore.restart_update(made)
+            except RankMismatch:
+                errors.append("RankMismatch")
+        unequal += updates.unequal_bits(expected, found)
+    return {"unequal": unequal, "errors": errors}
 
 
 def _raising(original: Callable[..., Any], errors: list[Exception]) -> Callable[..., Any]:
@@ -169,6 +191,18 @@ def test_reductions_that_overlap_backward(ranks: RankPool) -> None:
         case = {"stage": 1, "place": "forward", "overlap_comm": True, "accumulation": accumulation}
         for seen in ranks.run(f"{HERE}:one_fails", failing=1, timeout=90.0, **case):
             assert seen["unequal"] == [] and seen["longest"] < SOON_S
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("failing", [(0, 1), (1,)])
+def test_a_caller_begins_an_update_again(ranks: RankPool, stage: int, failing: tuple[int, ...]) -> None:
+    for rank, seen in enumerate(ranks.run(f"{HERE}:restarted", stage=stage, ranks=failing)):
+        assert seen == {"unequal": [], "errors": ["Broken" if rank in failing else "RankMismatch"]}
+
+
+def test_only_an_engine_with_a_block_begins_an_update_again() -> None:
+    with pytest.raises(UsageError, match="no hilore block"):
+        ds_hilore.restart_update(object())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
