@@ -30,9 +30,11 @@ examples:
   hilore doctor
   hilore doctor --config ds.json
   hilore doctor --config ds.json --model ./Llama-3.1-8B --tokens 4 4096 --script train.py
+  hilore doctor --config ds.json --model ./Qwen2.5-0.5B --run
   hilore doctor --config ds.json --json | jq -r '.findings[] | .where + ": " + .remedy'
 
---model is a folder with a config.json (or that file); no weights are read. --script is read, never run.
+--model is a folder with a config.json (or that file); no weights are read. --script is read, never run. --run makes
+updates with LoRA adapters on this machine, as many as plans need, until one has been compared with the plain model.
 
 exit codes: 0 nothing is wrong (notes name what has no effect); 1 something is, each with a remedy; 2 the command line
 or a file that it names is wrong.
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--world", type=int, default=1, metavar="N", help="data-parallel ranks (default 1)")
     parser.add_argument("--script", type=Path, metavar="TRAIN.py", help="and at this script, which is not run")
+    parser.add_argument("--run", dest="runs", action="store_true", help="and make one checked update of the model here")
     parser.add_argument("--json", action="store_true", help="for machines: findings only")
 
 
@@ -80,7 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     print_diagnosis(console)
     for finding in found:
         console.print(f"{finding.severity.value}: {finding.where}: {finding.what}", markup=False, soft_wrap=True)
-        console.print(f"  remedy: {finding.remedy}", markup=False, soft_wrap=True)
+        if finding.severity is not Severity.SOUND:
+            console.print(f"  remedy: {finding.remedy}", markup=False, soft_wrap=True)
     named = " and ".join(str(path) for path in (arguments.config, arguments.model, arguments.script) if path)
     if named and not found:
         console.print(f"nothing is wrong with {named}", markup=False, soft_wrap=True)
@@ -91,6 +95,8 @@ def _examined(arguments: argparse.Namespace) -> list[Finding]:
     """Findings on this machine, and on what the command line names."""
     if arguments.model is not None and arguments.config is None:
         raise UsageError("--model goes with --config DS.json")
+    if arguments.runs and arguments.model is None:
+        raise UsageError("--run goes with --config DS.json and --model PATH")
     if arguments.world < 1 or min(arguments.tokens) < 1:
         raise UsageError("--tokens and --world must be at least 1")
     ds = {} if arguments.config is None else read_json(arguments.config)
@@ -110,7 +116,19 @@ def _examined(arguments: argparse.Namespace) -> list[Finding]:
 
             json_name = "" if arguments.config is None else arguments.config.name
             found += check_script(arguments.script, ds, _readable_block(ds), json_name)
-    return found
+    return found + _of_run(ds, arguments, found) if arguments.runs else found
+
+
+def _of_run(ds: Mapping[str, Any], arguments: argparse.Namespace, found: list[Finding]) -> list[Finding]:
+    """The verdict of a checked update, where nothing that was found stands against one."""
+    from ds_hilore.cli.checked_run import TOKENS, Request, check_run
+
+    if any(finding.severity is Severity.WRONG for finding in found):
+        what = "no update was made while something else is wrong"
+        return [Finding(what, arguments.model, "mend that, then look again", Severity.NOTE)]
+    said = tuple(arguments.tokens)
+    with Console(stderr=True).status("making a checked update"):
+        return [check_run(Request(ds, arguments.model, TOKENS if said == (1, 1) else said))]
 
 
 def _of_json(ds: Mapping[str, Any], arguments: argparse.Namespace) -> list[Finding]:

@@ -12,6 +12,7 @@ class Severity(Enum):
 
     WRONG = "wrong"  # the run is refused, or the block has no effect
     NOTE = "note"  # the run works, and something that was asked for has no effect
+    SOUND = "sound"  # it was tried, and nothing is wrong
 
 
 @dataclass(frozen=True)

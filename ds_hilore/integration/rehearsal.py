@@ -43,7 +43,7 @@ _TELLING = (
     "dump_state",
 )
 #: Keys of our block that do the same.
-_OUR_TELLING = ("report", "selfcheck")
+_OUR_TELLING = ("report",)
 
 #: Updates after which a run that has not learnt what its units cost is given up: none needs as many.
 MOST_UPDATES = 400
@@ -62,6 +62,7 @@ class Subject:
         attention: as transformers names it; None: the model's own.
         random_weights: weights are not read even where they are there.
         profile_folder: where what was measured is stored, and read first; None: nowhere.
+        checked_updates: of which the self-check compares the gradients with the plain model's.
     """
 
     source: str
@@ -70,6 +71,7 @@ class Subject:
     attention: str | None = None
     random_weights: bool = False
     profile_folder: Path | None = None
+    checked_updates: int = 0
 
     @property
     def folder(self) -> Path:
@@ -275,6 +277,7 @@ def rehearsed_json(
         **(ours.get("profile") or {}),
         "path": None if subject.profile_folder is None else str(subject.profile_folder),
     }
+    ours["selfcheck"] = {"updates": subject.checked_updates}
     budgets = ours.get("memory_budget")
     if isinstance(budgets, list) and budgets and len(budgets) != world_size:
         ours["memory_budget"] = budgets[0]

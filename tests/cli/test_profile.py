@@ -165,6 +165,7 @@ def test_the_json_that_is_rehearsed() -> None:
     assert not {"csv_monitor", "scheduler", "train_batch_size", "gradient_clipping"} & set(found)
     assert found["optimizer"]["params"] == {"lr": 0.0, "weight_decay": 0.1, "torch_adam": True}
     assert found["train_micro_batch_size_per_gpu"] == 4
-    assert found["hilore"] == {"memory_budget": "1.2x", "profile": {"audit_interval": 7, "path": "p"}}
+    profile = {"audit_interval": 7, "path": "p"}
+    assert found["hilore"] == {"memory_budget": "1.2x", "profile": profile, "selfcheck": {"updates": 0}}
     assert any('no "hilore" block that is enabled' in note for note in notes)
     assert any("rank 0's is rehearsed" in note for note in notes)
