@@ -20,6 +20,7 @@ K4  Slopes are judged by regression.py. A place that cannot be told from zero bo
 K5  Microbatches that judge predictions never fitted them (held_out.py); what that takes is kept aside of K3.
 K6  Audits correct all slopes by one factor, the coherence. `risk` does not contain it: the budget is divided by it.
 K7  Where held-out microbatches show larger errors than predicted, all slopes are raised, and judged anew.
+K8  Units differ within a band: each has a factor, from what was seen of it in all its places (unit_factors.py).
 
 Exposures and errors may be in any unit, the same throughout: kappa scales along.
 """
@@ -36,6 +37,7 @@ from ds_hilore.core.types import UnitId
 from ds_hilore.profiling.calibration_cost import Cost
 from ds_hilore.profiling.coherence import Coherence
 from ds_hilore.profiling.regression import Fit, Point, Verdict, spearman, through_origin
+from ds_hilore.profiling.unit_factors import unit_factors
 
 #: Slopes that take part in that of all depths.
 _SOUND = (Verdict.USABLE, Verdict.UNCERTAIN)
@@ -153,6 +155,7 @@ class Calibration:
     _used: dict[Place, Used] = field(
         default_factory=dict, repr=False, compare=False
     )  # solved once, until more is noted
+    _factors: dict[UnitId, float] | None = field(default=None, repr=False, compare=False)  # so are these
 
     # -- what to do ------------------------------------------------------------------------------------------------
 
@@ -213,6 +216,7 @@ class Calibration:
         self._refuse(observation.microbatch, {judged.microbatch for judged in self.judgements}, "judged already")
         self.observations.append(observation)
         self._used.clear()
+        self._factors = None
 
     def note_judged(self, unit: UnitId | None, microbatch: int, predicted: float, measured: float) -> None:
         """A whole compressed unit, or several together (None), on a microbatch kept for judging: predicted and measured
@@ -272,12 +276,27 @@ class Calibration:
             return None
         return Used(pool, True, max(pool.kappa_upper, *(fit.kappa for fit in fits.values())))
 
-    def risk(self, position: int, units: int, errors: Mapping[tuple[str, str], float]) -> float | None:
+    def factor(self, unit: UnitId) -> float:
+        """Of all slopes, for one unit (K8)."""
+        if self._factors is None:
+            residuals: dict[UnitId, list[float]] = {}
+            for seen in self.observations:
+                used = self.used(seen.place)
+                predicted = used.kappa * seen.point.x if used.fit.usable else 0.0
+                if 0 < predicted < math.inf and 0 < seen.point.y < math.inf:
+                    residuals.setdefault(seen.unit, []).append(math.log(seen.point.y / predicted))
+            self._factors = unit_factors(residuals)
+        return self._factors.get(unit, 1.0)
+
+    def risk(
+        self, position: int, units: int, errors: Mapping[tuple[str, str], float], unit: UnitId | None = None
+    ) -> float | None:
         """r of a unit at exposure 1: sum of kappa * e over its compressed state groups, on the safe side.
 
         Args:
             position: of the unit in forward order, of `units`.
             errors: encoding error e by (state group, codec).
+            unit: which one it is; None: any of its band.
 
         Returns:
             None where one of its places may not be used, or an error is not finite.
@@ -286,7 +305,8 @@ class Calibration:
         used = [(self.used(Place(group, codec, depth)), error) for (group, codec), error in errors.items()]
         if not all(each.fit.usable for each, _ in used):
             return None
-        risk = self.raised * math.fsum(each.kappa_upper * error for each, error in used if error != 0)
+        own = self.raised * (1.0 if unit is None else self.factor(unit))
+        risk = own * math.fsum(each.kappa_upper * error for each, error in used if error != 0)
         return risk if 0 <= risk < math.inf else None
 
     def disabled(self) -> dict[Place, str]:

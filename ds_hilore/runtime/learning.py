@@ -353,7 +353,7 @@ class Learning:
             place, unit_class = next((place, name) for place, (known, name) in enumerate(roster) if known == unit)
             parts = self.measurements.classes[unit_class].parts
             errors = {key: error_of(parts, pairs) for key, pairs in components(treatment.codecs).items()}
-            return calibration.risk(place, len(roster), errors)
+            return calibration.risk(place, len(roster), errors, unit)
 
         self.measurements.risk = risk
         self.measurements.outdate()
