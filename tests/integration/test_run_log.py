@@ -11,17 +11,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import ds_hilore
+from ds_hilore.core.types import UnitId
+from ds_hilore.integration.audits import Audit
 from ds_hilore.integration.run_log import RunLog
 from ds_hilore.report.reading import RankLog, Run, read_run
 from ds_hilore.report.records import file_of
 from ds_hilore.report.writing import LogFile
+from ds_hilore.runtime.guard import Defence, GuardEvent
 from tests.engines import config
 from tests.integration import pipelines, updates
+from tests.integration.test_compress import grpo
 from tests.ranks import RankPool
 
 HERE = "tests.integration.test_run_log"
@@ -91,6 +96,36 @@ def test_what_was_done_is_logged(ranks: RankPool, tmp_path: Path, stage: int) ->
     assert len(first["said"]) == 1 and second["said"] == [], "rank 0 has the last word"
     assert first["said"][0].startswith("hilore: the run ends after 8 updates. Plans promised to save ")
     assert first["said"][0].endswith("gradients exact")
+
+
+def exposed(folder: str) -> dict[str, Any]:
+    """Two updates of a loss that tells omega, where an error is allowed; an audit and a shortage that never were."""
+    engine = engine_of(folder, max_gradient_error=0.01)
+    hilore, found, norms = engine.hilore, [], []
+    for number in range(2):
+        for k in range(2):
+            engine.backward(grpo(engine, 10 * number + k + 100 * dist.get_rank()))
+            found.append(hilore.learning.exposed.exposure)
+            if k == 1:
+                engine._hilore_host.checks.audits.append(Audit(number, 0.004, 0.005 + number))
+                norms.append(hilore.learning.risk.norm)
+            engine.step()
+        hilore.guard._note(GuardEvent(Defence.BACKWARD, number, dist.get_rank(), UnitId("a.unit"), 7, (UnitId("b"),)))
+    ds_hilore.detach(engine)
+    return {"exposures": found, "norms": norms}
+
+
+def test_exposures_audits_and_shortages_are_logged(ranks: RankPool, tmp_path: Path) -> None:
+    seen = ranks.run(f"{HERE}:exposed", folder=str(tmp_path))
+    run = read_run(tmp_path)
+    for facts, log in zip(seen, run.ranks):
+        one, two, three, four = facts["exposures"]
+        assert log.column("exposure").tolist() == pytest.approx([(one + two) / 2, (three + four) / 2])
+        assert facts["norms"][0] == 0 and np.isnan(log.column("allowed_risk")[0]), "no gradient was seen yet"
+        assert log.column("allowed_risk")[1] == pytest.approx(0.01 / 2**0.5), "its part of two ranks'"
+        assert [(event.unit, event.short_bytes, event.replayed) for event in log.shortages] == [("a.unit", 7, 1)]
+        assert log.totals.audits == 2 and log.totals.error_most == 1.005
+    assert [(audit.update, audit.measured) for audit in run.audits] == [(0, 0.005), (1, 1.005)]
 
 
 def two_runs(folder: str) -> dict[str, Any]:
