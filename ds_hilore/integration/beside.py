@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,9 +215,21 @@ def plain_units(controller: Controller) -> Checkpoint:
             result = ours.run(function, *args, **kwargs)
             ours.calls.clear()  # they go with the graph
             return result
-        return torch_checkpoint(function, *args, use_reentrant=False, determinism_check="none", **kwargs)
+        return torch_checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            determinism_check="none",
+            context_fn=lambda: (nullcontext(), _tracked(controller.context.rng_tracker)),
+            **kwargs,
+        )
 
     return run
+
+
+def _tracked(tracker: RngTracker | None) -> AbstractContextManager[None]:
+    """Around a replay of torch's, which knows nothing of model-parallel random states: those of now, and put back."""
+    return nullcontext() if tracker is None else Surroundings(torch.device("cpu"), tracker).restored()
 
 
 def _unscaled(gradient: Tensor, scale: float | Tensor) -> Tensor:

@@ -149,6 +149,7 @@ _TRACKER = (
     "model_parallel_cuda_manual_seed(seed, te_rng_tracker=False, use_cudagraphable_rng=False)"
 )
 _ZERO3 = "ZeRO-3 gathers parameters inside of Megatron-Core's checkpointed groups of layers: use ZeRO-0, 1 or 2"
+_COMPRESSED = "hilore.max_gradient_error above 0 with Megatron-Core is not calibrated yet: set it to 0"
 _SELECTIVE = (
     'units around layers that recompute something themselves (recompute_granularity="selective"): leave hilore.units '
     'out, or set recompute_granularity to None or "full"'
@@ -156,12 +157,17 @@ _SELECTIVE = (
 
 
 def megatron_faults(
-    model: nn.Module, units: Iterable[nn.Module], zero_stage: int = 0, mpu_size: int | None = None
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    zero_stage: int = 0,
+    mpu_size: int | None = None,
+    compresses: bool = False,
 ) -> list[str]:
     """What a Megatron-Core model uses that is refused, each with the way out. Empty for all other models.
 
     Args:
         mpu_size: ranks that share layers by what the `mpu` says, which DeepSpeed goes by; None: not known yet.
+        compresses: plans may compress.
     """
     found: dict[str, None] = {}
     wanted = set(units)
@@ -177,6 +183,8 @@ def megatron_faults(
                 f"its layers are split over {size} ranks, and DeepSpeed's mpu says {mpu_size}: give "
                 "deepspeed.initialize mpu=ds_hilore.integration.megatron.MegatronMpu()"
             ] = None
+        if compresses:
+            found[_COMPRESSED] = None
         if _keeps_generators():
             found[_TRACKER] = None
     return list(found)

@@ -49,7 +49,8 @@ def refuse_engine(engine: Any, units: Iterable[nn.Module], compresses: bool = Fa
     """
     modules, stage = list(units), engine.zero_optimization_stage()
     found = _faults_of(engine.module)
-    found += megatron_faults(engine.module, modules, stage, tensor_parallel_size(getattr(engine, "mpu", None)))
+    shared = tensor_parallel_size(getattr(engine, "mpu", None))
+    found += megatron_faults(engine.module, modules, stage, shared, compresses)
     if getattr(engine, "is_compiled", False):
         found.append("engine.compile() was called: leave it out")
     if stage == 3 and not all(getattr(unit, "_z3_leaf", False) for unit in modules):

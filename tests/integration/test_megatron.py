@@ -92,12 +92,18 @@ def forced(tp: int, recompute: int, stored: dict[int, list[str]]) -> dict[str, A
     from tests.megatron import gpt_loss
 
     expected, _ = updates(core_engine(tp, config(1), {"recompute": None}), gpt_loss)
-    made = core_engine(tp, config(1) | {"hilore": BLOCK}, {"recompute": recompute})
+    block = BLOCK | {"selfcheck": {"updates": 2}}
+    made = core_engine(tp, config(1) | {"hilore": block}, {"recompute": recompute})
     made.hilore.force(stored_here({rank: [UnitId(name) for name in names] for rank, names in stored.items()}))
     found, treated = updates(made, gpt_loss)
-    shape = made.hilore.microbatch.shape
+    shape, check = made.hilore.microbatch.shape, made._hilore_host.selfcheck
     ds_hilore.detach(made)
-    return {"worst": worst(found, expected), "treated": treated, "shape": (shape.segments, shape.length)}
+    return {
+        "worst": worst(found, expected),
+        "treated": treated,
+        "shape": (shape.segments, shape.length),
+        "checked": (check.updates, check.largest, check.passed_over),
+    }
 
 
 @pytest.mark.parametrize(
@@ -116,6 +122,7 @@ def test_core_alone_is_bitwise_the_model_without_recompute(
         assert set(stored) < set(seen["treated"][0])
         assert seen["worst"] == 0
         assert seen["shape"] == (2, 16)  # rows and length of [s, b, h]
+        assert seen["checked"] == (2, 0, "")  # by our own self-check, dropout included
 
 
 def test_core_shards_replay_what_any_of_them_must(ranks: RankPool) -> None:
@@ -123,6 +130,7 @@ def test_core_shards_replay_what_any_of_them_must(ranks: RankPool) -> None:
     for seen in ranks.run(f"{HERE}:forced", tp=2, recompute=1, stored={0: names[:3], 1: names[1:]}):
         assert seen["treated"] == [dict(zip(names, "RHHR"))] * UPDATES
         assert seen["worst"] <= 1e-6
+        assert seen["checked"][0] == 2 and seen["checked"][1] <= 1e-6
 
 
 def budgets(name: str) -> dict[str, Any]:
@@ -321,6 +329,7 @@ def all_refused() -> dict[str, str]:
     named = {"hilore": BLOCK | {"units": ["TransformerLayer"]}}
     selective = {"recompute": None, "recompute_granularity": "selective"}
     return {
+        "error alone": refused(1, {"hilore": BLOCK | {"max_gradient_error": 0.01}}, {}),
         "error": refused(2, {"hilore": BLOCK | {"max_gradient_error": 0.01}}, {}),
         "zero3": refused(2, config(3), {}),
         "partitioned": refused(2, {"activation_checkpointing": {"partition_activations": True}}, {}),
@@ -344,6 +353,7 @@ CHANGED = {
 def test_what_is_not_supported_is_refused_with_a_way_out(ranks: RankPool) -> None:
     for messages in ranks.run(f"{HERE}:all_refused"):
         says = {
+            "error alone": ("max_gradient_error", "Megatron-Core", "set it to 0"),
             "error": ("max_gradient_error", "over 2 ranks", "set it to 0"),
             "zero3": ("ZeRO-3 beside an mpu", "use ZeRO-0, 1 or 2"),
             "partitioned": ("partition_activations", "set it to false"),

@@ -55,6 +55,18 @@ def test_a_replay_that_fails_is_done_again_with_less_held(times: int, left: str 
     assert (first.unit, first.short_bytes, first.dropped) == (UnitId("blocks.3"), 1, (UnitId("blocks.0"),))
 
 
+def test_nothing_is_given_up_where_other_ranks_would_not_replay_it() -> None:
+    """Nor is the replay done again, whose collectives they have done once."""
+    stored = frozenset(UnitId(f"blocks.{k}") for k in range(3))
+    rig = forced(stored=3)
+    loss = rig.forward()
+    rig.controller.microbatch.agree(stored)
+    with Shortage(1).in_replays_of(rig.net.blocks[3].up) as shortage, pytest.raises(MemoryExhausted, match="given up"):
+        rig.backward(loss)
+    assert shortage.failed == 1 and rig.actions == "HHHRR"
+    assert [event.defence for event in rig.controller.events] == [Defence.FAILURE]
+
+
 def test_as_much_is_given_up_as_was_asked_for() -> None:
     rig = forced(stored=4)
     loss = rig.forward()
