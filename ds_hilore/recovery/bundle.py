@@ -60,6 +60,18 @@ class Kept:
         return (self.tensor,)
 
 
+class Number(Kept):
+    """A Python number, as autograd holds it: held as it is. No graph is behind it, and a dispatch mode, which is given such
+    a tensor as a bare float, could not detach it."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: Tensor, signature: int) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.signature = signature
+
+
 class Derived:
     """`operation(*operands)`, kept between its first and its last use only where it is used more than once.
 

@@ -19,7 +19,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ds_hilore.recovery.bundle import Derived, Geometry, Handle, Kept, ParameterRef, Value, peek, raw_saved, same_bits
+from ds_hilore.recovery.bundle import (
+    Derived,
+    Geometry,
+    Handle,
+    Kept,
+    Number,
+    ParameterRef,
+    Value,
+    peek,
+    raw_saved,
+    same_bits,
+)
 from ds_hilore.recovery.rules import COSTLY, RULES, Edge
 
 #: Chains of unsaved intermediates longer than this are not followed: evaluating them would cost what replay costs.
@@ -173,7 +184,7 @@ class BundleBuilder:
             if type(packed) is ParameterRef:
                 return packed
             if isinstance(packed, Tensor) and packed.dim() == 0:  # a Python number: autograd does not pack those
-                return Kept(packed, self.proofs.signature("number"))
+                return Number(packed, self.proofs.signature("number"))
         edges = node.next_functions
         if position >= len(edges) or edges[position][0] is None:
             return None

@@ -46,6 +46,14 @@ def test_gradients_are_the_plain_ones(family: str) -> None:
     assert differences(plain, host.gradients(small_loss, (KEEPING,), drop=True)) == [], "kept, then dropped"
 
 
+@pytest.mark.parametrize("plan", ["H", "R", "H:attention", "R:attention"])
+def test_numbers_in_recipes_are_no_tensors_to_a_mode(plan: str) -> None:
+    """GPT-2's gelu multiplies by numbers. While attention's outputs are taken, a mode would turn those into floats."""
+    host = Host(models.llama(layers=2, hidden_act="gelu_new"))
+    plain = host.gradients(small_loss, None)
+    assert differences(plain, host.gradients(small_loss, (Treatment.parse(plan),))) == []
+
+
 def test_replays_do_not_run_the_kernel() -> None:
     host = Host(models.llama(layers=3))
     host.gradients(small_loss, (R,))  # finds dead work, by replays of its own
