@@ -151,13 +151,13 @@ def _reports(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
 
 
 def _report(what: str, spec: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    from ds_hilore.cli.main import FAILED, WRONG
+    from ds_hilore.cli.main import FAILED, INTERRUPTED, WRONG
 
     out = spec.with_name(f"{what}.json")
     worker = [sys.executable, "-m", "ds_hilore.cli.bench_process", what, str(spec), str(out)]
     code = subprocess.run(worker, env=dict(environment), stdout=_STDERR, check=False).returncode
-    if code == WRONG:
-        raise _ProcessFailed(WRONG)
+    if code in (WRONG, INTERRUPTED):
+        raise _ProcessFailed(code)
     if code:
         said = (
             f"was ended by signal {-code} (out of memory? give smaller --tokens)" if code < 0 else "failed; see above"

@@ -151,13 +151,15 @@ def read(text: str) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes as of `hilore`; 2 and 3 have their reason on stderr."""
-    from ds_hilore.cli.main import reported
+    from ds_hilore.cli.main import INTERRUPTED, reported
 
     what, spec, out = sys.argv[1:] if arguments is None else arguments
     try:
         found = take(what, read(Path(spec).read_text(encoding="utf-8")))
     except HiLoReError as error:
         return reported(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     Path(out).write_text(json.dumps(found), encoding="utf-8")
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
@@ -16,6 +17,8 @@ from ds_hilore.core.errors import HiLoReError
 WRONG = 2
 #: Exit code of a run that was begun and failed: memory ran out, a rank did not answer, state could not be recovered.
 FAILED = 3
+#: As shells have it for a command that was ended by Ctrl-C.
+INTERRUPTED = 130
 
 DESCRIPTION = """\
 Store or recompute: recovery plans for DeepSpeed. Without a command: what is installed here, what the DeepSpeed JSON and
@@ -54,9 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(_own(sys.argv[1:] if arguments is None else arguments))
     try:
-        return int(parsed.run(parsed))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # hosts' to their own developers
+            return int(parsed.run(parsed))
     except HiLoReError as error:
         return reported(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def reported(error: HiLoReError) -> int:

@@ -53,6 +53,7 @@ class Prospect:
         storing_bytes: what storing every unit takes more.
         saved_share: of a checkpointed update's time, under the JSON's own budget; None where none fits.
         possible_share: of the same, if nothing were recomputed.
+        device: that was reckoned with.
     """
 
     model: str
@@ -62,6 +63,7 @@ class Prospect:
     budget: str
     saved_share: float | None
     possible_share: float
+    device: str
 
 
 @dataclass(frozen=True)
@@ -171,17 +173,18 @@ def _prospect(source: str, ds: Mapping[str, Any]) -> Prospect | None:
     machine = machine_of()
     try:
         seen = outlook(source, ds, Training(Shape(*TOKENS)), machine.speed)
-        return _told(source, seen, own_answer(seen, ds, 1, machine))
+        return _told(source, seen, own_answer(seen, ds, 1, machine), machine.said.partition(":")[0])
     except HiLoReError:
         return None
 
 
-def _told(source: str, seen: Outlook, answer: Answer) -> Prospect:
+def _told(source: str, seen: Outlook, answer: Answer, device: str) -> Prospect:
     job = seen.job
     whole = job.checkpointing.seconds
     saved = None if answer.planned is None else 1 - answer.planned.outcome.seconds / whole
     possible = 1 - job.no_checkpointing.seconds / whole
-    return Prospect(source, seen.units, job.replayed.peak_bytes, job.storing_bytes, answer.written, saved, possible)
+    sizes = job.replayed.peak_bytes, job.storing_bytes
+    return Prospect(source, seen.units, *sizes, answer.written, saved, possible, device)
 
 
 # -- what to do next -----------------------------------------------------------------------------------------------
@@ -229,7 +232,7 @@ def show(console: Console, found: Summary) -> None:
 
 
 def _prospects(found: Prospect) -> tuple[str, ...]:
-    batch = f"{TOKENS[0]} x {TOKENS[1]} tokens on one rank, adapters trained"
+    batch = f"{TOKENS[0]} x {TOKENS[1]} tokens on one rank, adapters trained, on {found.device}"
     saved = "no plan fits" if found.saved_share is None else f"a plan takes {found.saved_share:.1%} less time"
     return (
         f"what could be saved ({found.units}; {batch}): recomputation is {found.possible_share:.0%} of an update with "

@@ -24,6 +24,7 @@ from ds_hilore.core.errors import ConfigError, HiLoReError, UnsupportedError, Us
 from ds_hilore.integration.outlook import Training, config_of, filled_in, own_dtype, with_adapters
 from ds_hilore.objective.chunked import log_probs
 from ds_hilore.objective.grpo import GRPOLossConfig
+from ds_hilore.objective.head import LogitOptions
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import grpo_loss
 from ds_hilore.runtime.parts import Stage
@@ -252,7 +253,8 @@ class _LogProbs:
         if self._whole_logits:
             logps = head(hidden[:, :-1]).float().log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
             return torch.where(scored, logps, 0.0)
-        return log_probs(hidden[:, :-1], head, input_ids[:, 1:], mask=scored)
+        cap = getattr(self._causal.config.get_text_config(), "final_logit_softcapping", None)
+        return log_probs(hidden[:, :-1], head, input_ids[:, 1:], mask=scored, options=LogitOptions(softcap=cap))
 
 
 # -- the JSON ------------------------------------------------------------------------------------------------------

@@ -155,6 +155,24 @@ def test_a_microbatch_that_does_not_fit(
     assert list((here / "profiles").iterdir()) == []
 
 
+@pytest.mark.parametrize("random_weights", [False, True])
+def test_weights_are_read_where_they_are(here: Path, random_weights: bool) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("model"))
+    model.save_pretrained("model")
+    training = Training(Shape(2, 8), lora=None)
+    rehearsal = Rehearsal(Subject("model/config.json", {"hilore": {}}, training, random_weights=random_weights))
+    found = dict(rehearsal.engine.module.named_parameters())
+    same = all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+    assert same is not random_weights
+    assert ("weights are random" if random_weights else "weights are the model's own") in rehearsal.notes
+    before = {name: parameter.clone() for name, parameter in found.items()}
+    for _ in range(2):
+        rehearsal.update()
+    assert all(torch.equal(before[name], parameter) for name, parameter in found.items())
+
+
 def test_the_json_that_is_rehearsed() -> None:
     ds = {**DS, "hilore": {"enabled": False, "memory_budget": ["1.2x", "1.3x"], "profile": {"audit_interval": 7}}}
     before = json.dumps(ds)

@@ -121,3 +121,11 @@ def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as done:
         main(["plans"])
     assert done.value.code == 2 and "plan" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_has_the_shells_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(COMMANDS["doctor"], "run", interrupted)
+    assert main(["doctor"]) == 130
