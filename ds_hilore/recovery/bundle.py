@@ -61,8 +61,10 @@ class Kept:
 
 
 class Number(Kept):
-    """A Python number, as autograd holds it: held as it is. No graph is behind it, and a dispatch mode, which is given such
-    a tensor as a bare float, could not detach it."""
+    """A Python number, as autograd holds it: held as it is.
+
+    No graph is behind it, and a dispatch mode, which is given such a tensor as a bare float, could not detach it.
+    """
 
     __slots__ = ()
 
