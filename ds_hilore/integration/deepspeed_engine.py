@@ -40,7 +40,6 @@ from ds_hilore.integration.pipeline import (
     pipeline_units,
     refuse_pipeline,
 )
-from ds_hilore.integration.profile_key import profile_fingerprint
 from ds_hilore.integration.refusals import (
     refuse_engine,
     refuse_model,
@@ -48,18 +47,16 @@ from ds_hilore.integration.refusals import (
 from ds_hilore.integration.roles import decoder_layer_roles
 from ds_hilore.integration.run_log import run_log
 from ds_hilore.integration.selfcheck import SelfCheck
+from ds_hilore.integration.stored import keep_calibration, keep_profile
 from ds_hilore.integration.transformers import pretrained_models
 from ds_hilore.integration.units import Units, find_units
 from ds_hilore.integration.zero3 import leaf_units
 from ds_hilore.memory.meter import peak_meter
 from ds_hilore.objective.reach import Reach
 from ds_hilore.planning.program import SolverLimits
-from ds_hilore.profiling.calibration_layout import Progress
 from ds_hilore.profiling.clock import clock_for
 from ds_hilore.profiling.cost_model import DeviceSpeed
-from ds_hilore.profiling.layout import Fingerprint, StoredProfile
 from ds_hilore.profiling.measure import UnitRates
-from ds_hilore.profiling.store import CalibrationStore, ProfileStore
 from ds_hilore.profiling.variants import FIRST
 from ds_hilore.recovery.encoded import LargestOf
 from ds_hilore.runtime.budget import RankPlanner
@@ -186,14 +183,14 @@ def attach(
         controller = _controller(engine, config, units, plane, scale)
         on_failure.callback(controller.close)
         _know_proportions(engine, controller)
-        _keep_profile(engine, config, controller, plane.rank)
+        keep_profile(engine, config, controller, plane.rank)
         log = run_log(engine, config, controller, plane, units.summary())
         on_failure.callback(log.close)
         host = (PipelineHost if pipeline else AttachedHost)(engine, controller, plane, units, scale, log)
         if config.compresses:
             rules = CheckRules(config.profile.calibration_microbatches, config.profile.audit_interval)
             host.checks = GradientChecks(engine, controller, plane, rules)
-            _keep_calibration(engine, config, host.checks, plane.rank)
+            keep_calibration(engine, config, host.checks, plane.rank)
         if config.selfcheck.updates and not pipeline:
             host.selfcheck = SelfCheck(engine, controller, plane, config.selfcheck.updates)
         host.apply()
@@ -216,51 +213,6 @@ def _know_proportions(engine: Any, controller: Controller) -> None:
     for model in pretrained_models(engine.module):
         rates |= rates_by_class(model, controller.parts.unit_names, speed)
     controller.measurements.rates = rates
-
-
-def _keep_profile(engine: Any, config: HiLoReConfig, controller: Controller, rank: int) -> None:
-    """What an earlier run of this setting has measured is taken over; what this one measures is stored, by one rank
-    for all that measure the same."""
-    if config.profile.path is None:
-        return
-    stage = getattr(engine, "stage_id", None)  # of a pipeline
-    key = _profile_key(engine, config)
-    store = ProfileStore(config.profile.path, key, "all" if stage is None else f"stage{stage}")
-    if _all_know(store, controller.parts):
-        controller.learning.known = isinstance(store.restore(controller.measurements), StoredProfile)
-    if rank == 0 or stage:
-        controller.learning.learnt = store.save
-
-
-def _all_know(store: ProfileStore, parts: ControllerParts) -> bool:
-    """Ranks that agree on replays measure in step: all of them go by a stored profile, or none does."""
-    if parts.agreement is None or parts.plane is None:
-        return True
-    return all(parts.plane.exchange("stored profile", isinstance(store.load(), StoredProfile)))
-
-
-def _keep_calibration(engine: Any, config: HiLoReConfig, checks: GradientChecks, rank: int) -> None:
-    """Calibration goes on where an earlier run of this setting was, and is stored by each rank for itself."""
-    if config.profile.path is None:
-        return
-    store = CalibrationStore(config.profile.path, _profile_key(engine, config), rank)
-    found = store.load()
-    checks.go_on(found if isinstance(found, Progress) else None, store.save)
-
-
-def _profile_key(engine: Any, config: HiLoReConfig) -> Fingerprint:
-    tried = ", ".join(config.codecs) if config.compresses else "exact"
-    if config.mode is Mode.PAPER:
-        tried = f"paper {tried} {config.paper.least_tensor_bytes} {' '.join(config.paper.dtypes)}"
-    return profile_fingerprint(
-        engine.module,
-        zero_stage=engine.zero_optimization_stage(),
-        world_size=engine.world_size,
-        loss_path="any",  # the loss is no unit
-        device=torch.device(engine.device),
-        state=tried,
-        tensor_parallel=tensor_parallel_size(engine.mpu),
-    )
 
 
 def _agreed_plane(model: nn.Module, config: HiLoReConfig, ds: Mapping[str, Any], units: Units) -> ControlPlane:
