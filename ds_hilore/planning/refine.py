@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ds_hilore.core.errors import PlanError
 from ds_hilore.core.types import Plan
 from ds_hilore.planning.apart import apart
 from ds_hilore.planning.frontier import (
@@ -23,7 +24,7 @@ from ds_hilore.planning.frontier import (
     gap,
     row_of,
 )
-from ds_hilore.planning.problem import Infeasible, Problem, pick
+from ds_hilore.planning.problem import Infeasible, Problem, check, pick
 from ds_hilore.planning.program import SolverLimits, solve
 
 #: A programme that gets less than this has hardly been read by the solver.
@@ -74,8 +75,35 @@ def refine(
 
 def refine_apart(frontier: Frontier, limits: SolverLimits | None = None) -> Frontier:
     """The same in a process of its own. Stating programmes is Python work: in a thread it holds the interpreter lock
-    for tens of milliseconds at a time, and an update that waits for it at every operation stands still."""
-    return apart(refine, frontier, limits)
+    for tens of milliseconds at a time, and an update that waits for it at every operation stands still.
+
+    Raises:
+        PlanError: the child broke, or what it gave is no frontier of this problem: no plan of it is followed unchecked.
+    """
+    refined = apart(refine, frontier, limits)
+    check_frontier(refined, frontier.problem)
+    return refined
+
+
+def check_frontier(frontier: Frontier, problem: Problem) -> None:
+    """Holds every plan of a frontier that came from elsewhere to `problem`, row by row in plain Python.
+
+    Raises:
+        PlanError: it is no frontier, one of another problem, or names the first plan that does not hold.
+    """
+    if not isinstance(frontier, Frontier) or not frontier.rows or frontier.problem != problem:
+        raise PlanError(
+            f"the solver gave no frontier of the problem that it was asked, but a {type(frontier).__name__}"
+        )
+    for row in frontier.rows:
+        check(problem.now(risk_budget=row.reach), row.plan)
+        if row.problem != problem.after_forward(row.plan.choice) or len(row.places) != len(row.points):
+            raise PlanError("the solver gave plans for after forward that belong to another plan")
+        for point, places in zip(row.points, row.places):
+            now = row.problem.now(risk_budget=point.risk)
+            check(now, point)
+            if [options[place].name for options, place in zip(now.options, places)] != list(point.choice.values()):
+                raise PlanError("the solver gave places that are not those of its plan")
 
 
 def frontier_apart(problem: Problem, limits: SolverLimits | None = None) -> Frontier | Infeasible:

@@ -19,6 +19,7 @@ from ds_hilore.planning.problem import Infeasible, Problem, Row, evaluate
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.planning.refine import refine_apart
 from ds_hilore.profiling.pruned import Pruned
+from ds_hilore.runtime.outlived import or_replay
 from ds_hilore.runtime.pressure import NOISE_BYTES, Levels, Pressure, held_bytes, pressure
 from ds_hilore.runtime.risk import RiskNow
 
@@ -74,6 +75,7 @@ class RankPlanner:
         self.budget = budget
         self.budget_bytes = 0
         self.infeasible: Infeasible | None = None
+        self.outlived: set[str] = set()
         self._background: BackgroundPlanner[Frontier, Frontier] | None = None
         self._paper = solver is Solver.DYNAMIC
         if solver in (Solver.HIGHS, Solver.CBC):
@@ -185,6 +187,7 @@ class RankPlanner:
         self._largest[size] = largest
         return largest
 
+    @or_replay
     def decide(
         self,
         shape: Shape,
@@ -242,6 +245,7 @@ class RankPlanner:
         """What is to be there between two units of a forward, units' part aside."""
         return self._base.between_at(shape)
 
+    @or_replay
     def _frontier(
         self, shape: Shape, profiles: tuple[UnitProfile, ...], pruning: Pruned | None = None
     ) -> Frontier | PaperFrontier | Plan:
