@@ -72,6 +72,7 @@ def train_on(engine: Any, remembered: Sequence[Experience], passes: int) -> list
     Returns:
         This rank's share of each update's loss.
     """
+    engine.train()  # in eval mode, as from_pretrained leaves a model, transformers checkpoints nothing
     steps = engine.gradient_accumulation_steps()
     losses = []
     for _ in range(passes):
@@ -101,7 +102,7 @@ def summed(count: Tensor) -> Tensor:
 @torch.no_grad()
 def sample(engine: Any, prompts: Tensor, group_size: int, new_tokens: int) -> Experience:
     """One microbatch of responses by the engine's own weights (ZeRO-0 to 2), scored by how varied they are."""
-    model = engine.module
+    model = engine.module.eval()
     width = prompts.shape[1]
     rows = prompts.repeat_interleave(group_size, 0)
     ids = model.generate(rows, do_sample=True, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0)

@@ -42,12 +42,21 @@ def sft(folder: str) -> dict[str, Any]:
     }
 
 
-def loop(folder: str) -> list[float]:
+def loop(folder: str) -> tuple[list[float], int]:
+    """Losses, and units that the last update's microbatches ran."""
     own_loop = importlib.import_module("own_loop")
+    train_on, units = own_loop.train_on, []
+
+    def watched(engine: Any, *arguments: Any) -> Any:
+        losses = train_on(engine, *arguments)
+        units.append(len(engine.hilore.microbatch.ran))
+        return losses
+
+    own_loop.train_on = watched
     config = str(ROOT / "configs/zero2_exact.json")
     short = ["--rounds", "2", "--passes", "2", "--new_tokens", "6"]
     losses: list[float] = own_loop.main(["--model", f"{folder}/model", "--deepspeed_config", config, *short])
-    return losses
+    return losses, units[-1]
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_own_loop(ranks: RankPool, folder: Path) -> None:
-    for losses in ranks.run(f"{HERE}:loop", folder=str(folder)):
+    for losses, units in ranks.run(f"{HERE}:loop", folder=str(folder)):
         assert len(losses) == 4 and all(math.isfinite(loss) for loss in losses)
+        assert units == 3
 
 
 def test_transformers_trainer(ranks: RankPool, folder: Path) -> None:
