@@ -12,6 +12,7 @@ from ds_hilore.cli.findings import Finding, Severity
 from ds_hilore.cli.main import main
 from ds_hilore.cli.script import check_script
 from ds_hilore.core.config import HiLoReConfig
+from tests.ranks import ROOT
 
 OWN_LOOP = """\
 import deepspeed
@@ -47,6 +48,11 @@ def faults(tmp_path: Path, source: str, ds: dict[str, Any] | None = None) -> lis
 @pytest.mark.parametrize("source", [OWN_LOOP, TRAINER], ids=["own loop", "trainer"])
 def test_a_sound_script_has_no_findings(tmp_path: Path, source: str) -> None:
     assert faults(tmp_path, source) == []
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_the_examples_are_sound(example: Path) -> None:
+    assert check_script(example, {"hilore": {}}, HiLoReConfig()) == []
 
 
 class Planted(NamedTuple):
