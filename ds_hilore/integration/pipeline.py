@@ -23,10 +23,11 @@ import torch
 from torch import nn
 
 from ds_hilore.core.errors import ConfigError, UnsupportedError, UsageError
-from ds_hilore.integration.checkpoint import ModelParallelRng, checkpoint
+from ds_hilore.integration.checkpoint import checkpoint
 from ds_hilore.integration.fingerprint import digest
 from ds_hilore.integration.gated_mlp import apply_gated_mlps, undo_gated_mlps
 from ds_hilore.integration.host import AttachedHost
+from ds_hilore.integration.megatron import rng_trackers
 from ds_hilore.integration.units import Units, named
 from ds_hilore.runtime.current import forward_of
 from ds_hilore.runtime.microbatch import Microbatch
@@ -250,7 +251,7 @@ class PipelineHost(AttachedHost):
         self._checkpoint.begin()
         if not self._in_instruction:
             return original(*args, **kwargs)
-        self.controller.context.rng_tracker = ModelParallelRng.if_used()
+        self.controller.context.rng_tracker = rng_trackers()
         with forward_of(self.controller):
             result = original(*args, **kwargs)
         self.controller.outputs.mark(result)

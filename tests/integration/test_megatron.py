@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hilore.core import deps
-from ds_hilore.core.errors import UnsupportedError
+from ds_hilore.core.errors import RankMismatch, UnsupportedError
 from ds_hilore.core.types import Action, Plan, UnitId
 from tests.collectives import recorded
 from tests.engines import config, difference, gradients
@@ -232,6 +232,33 @@ def without_output() -> tuple[Tensor, Tensor]:
     (expected.sin().exp() * expected.sin()).sum().backward()
     assert expected.grad is not None
     return x.grad, expected.grad
+
+
+def asked() -> dict[str, Any]:
+    """Ranks that list the same calls, and other ones; then ranks that have other units."""
+    from ds_hilore.core.treatment import STORED, UniformPlan
+    from ds_hilore.integration.control_plane import control_plane
+    from ds_hilore.integration.model_parallel import GroupAgreement
+
+    rank, plan = dist.get_rank(), UniformPlan(treatment=STORED)
+    plane = control_plane()
+    try:
+        agreement = GroupAgreement(plane, [0, 1], ["unit"])
+        same, other = UnitId("function", 1), UnitId("function", 2 + rank)
+        found = {"same": agreement.stored(plan, [same]), "other": agreement.stored(plan, [same, other])}
+        agreement.close()
+        with pytest.raises(RankMismatch) as caught:
+            GroupAgreement(plane, [0, 1], [f"unit of {rank}"])
+    finally:
+        plane.close()
+    return found | {"mismatch": str(caught.value)}
+
+
+def test_ranks_that_list_other_calls_replay_all(ranks: RankPool) -> None:
+    for found in ranks.run(f"{HERE}:asked"):
+        assert found["same"] == {UnitId("unit"), UnitId("function", 1)}
+        assert found["other"] == frozenset()
+        assert "other units" in found["mismatch"] and "give the same model and mpu" in found["mismatch"]
 
 
 def patched() -> list[bool]:
