@@ -196,6 +196,7 @@ def _engine(model: Any, microbatches: int, error: float) -> Any:
             "memory_budget": "1.0x",
             "max_gradient_error": error,
             "prune_zero_exposure": False,
+            "selfcheck": {"updates": 0},  # what is measured is to be the plan's own
             "profile": {"calibration_microbatches": CALIBRATION, "audit_interval": 0},
         },
     }

@@ -164,6 +164,7 @@ def _engine(actor: Actor, spec: Spec) -> Any:
             "prune_zero_exposure": False,
             # What compressing gains on this machine is not the question here: nothing is struck out.
             "planner": {"trial_microbatches": 0},
+            "selfcheck": {"updates": 0},  # what is measured is to be the plan's own
             "profile": {"calibration_microbatches": spec.calibration, "audit_interval": 1},
         },
     }

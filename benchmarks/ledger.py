@@ -178,7 +178,7 @@ def _engine(setting: Setting) -> tuple[Any, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "steps_per_print": 10**9,
-        "hilore": {"memory_budget": "1.0x"},
+        "hilore": {"memory_budget": "1.0x", "selfcheck": {"updates": 0}},
     }
     trained = [p for p in policy.parameters() if p.requires_grad]
     engine, *_ = ds_hilore.initialize(model=policy, model_parameters=trained, config=config)

@@ -233,6 +233,7 @@ def _engine(actor: Actor, spec: Spec) -> Any:
             # The runs differ in compression alone; what it gains here is not the question, so nothing is struck out.
             "prune_zero_exposure": False,
             "planner": {"trial_microbatches": 0},
+            "selfcheck": {"updates": 0},  # what is measured is to be the plan's own
             "profile": {"calibration_microbatches": spec.calibration, "audit_interval": 0},
         },
     }

@@ -205,6 +205,7 @@ def engine_for(
         "hilore": {
             "memory_budget": budget,
             "max_gradient_error": max_gradient_error,
+            "selfcheck": {"updates": 0},  # what is measured is to be the plan's own
             "profile": {"calibration_microbatches": CALIBRATION, "audit_interval": 0},
             **(PAPER if paper else {}),
         },

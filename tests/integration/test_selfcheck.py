@@ -125,7 +125,7 @@ FAULTS: dict[str, Callable[[Any, str], Any]] = {
 
 @pytest.mark.parametrize(
     ("stage", "accumulation", "plan"),
-    [(0, 1, "H"), (0, 2, "mixed"), (1, 1, "mixed"), (2, 2, "mixed"), (3, 1, "mixed"), (3, 2, "H")],
+    [(0, 2, "mixed"), (1, 1, "H"), (2, 2, "mixed"), (3, 2, "mixed")],
 )
 def test_right_plans_pass_and_training_is_untouched(ranks: RankPool, stage: int, accumulation: int, plan: str) -> None:
     for found in ranks.run(f"{HERE}:silent", stage=stage, accumulation=accumulation, plan=plan):
@@ -136,14 +136,7 @@ def test_right_plans_pass_and_training_is_untouched(ranks: RankPool, stage: int,
 
 @pytest.mark.parametrize(
     ("stage", "accumulation", "fault"),
-    [
-        (0, 1, "corrupted"),
-        (0, 2, "recipe"),
-        (1, 2, "corrupted"),
-        (2, 1, "random"),
-        (3, 2, "corrupted"),
-        (3, 1, "random"),
-    ],
+    [(0, 1, "corrupted"), (1, 2, "recipe"), (2, 1, "random"), (3, 2, "corrupted")],
 )
 def test_a_planted_fault_stops_every_rank(ranks: RankPool, stage: int, accumulation: int, fault: str) -> None:
     """Before the step, with one message; what comes after is right, and checked."""
@@ -179,10 +172,9 @@ def other_path(stage: int, kind: str) -> dict[str, Any]:
     return {"updates": check.updates, "passed_over": check.passed_over, "largest": check.largest}
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_what_a_loss_adds_by_other_paths_is_no_fault(ranks: RankPool, stage: int) -> None:
+def test_what_a_loss_adds_by_other_paths_is_no_fault(ranks: RankPool) -> None:
     """Tensors from within the model make a check impossible; a weight outside of units is left out of it."""
-    for found in ranks.run(f"{HERE}:other_path", stage=stage, kind="hidden"):
+    for found in ranks.run(f"{HERE}:other_path", stage=2, kind="hidden"):
         assert found["updates"] == 0 and "other paths" in found["passed_over"]
-    for found in ranks.run(f"{HERE}:other_path", stage=stage, kind="head"):
+    for found in ranks.run(f"{HERE}:other_path", stage=2, kind="head"):
         assert found["updates"] == 2 and found["largest"] == 0.0 and not found["passed_over"]

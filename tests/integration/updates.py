@@ -32,9 +32,10 @@ def build(family: str = "llama", adapters: bool = True, dtype: str = "float32") 
 def hilore_engine(model: nn.Module, settings: dict[str, Any], **block: Any) -> Any:
     """An engine from `ds_hilore.initialize`, with the trainable parameters of the model.
 
-    Without a trial, unless told otherwise: on models this small it would measure noise, and plans would be chance.
+    Without a trial and self-checks, unless told otherwise: on models this small a trial would measure noise, and plans
+    would be chance; and what is counted and recorded is to be the plan's own.
     """
-    block = block | {"planner": {"trial_microbatches": 0} | block.get("planner", {})}
+    block = {"selfcheck": {"updates": 0}} | block | {"planner": {"trial_microbatches": 0} | block.get("planner", {})}
     trainable = [p for p in model.parameters() if p.requires_grad]
     made, *_ = ds_hilore.initialize(
         model=model, model_parameters=trainable, config=settings | {"hilore": ANY_BUDGET | block}
