@@ -271,14 +271,18 @@ class SelfCheck:
             known = {name: distance for name, distance in off.items() if name not in self._otherwise}
             seen = judge(known, self._allowed(norms.whole, exact, taken))
         told = self._plane.exchange("self-check sees", [reason, norms.whole > 0, seen.wrong])
-        if not self._agreed([why for why, _, _ in told]) or not any(tells for _, tells, _ in told):
+        if not self._agreed([why for why, _, _ in told]):
+            return
+        if not any(tells for _, tells, _ in told):
+            self.passed_over = "the exact gradient is zero on every rank"
             return
         if any(wrong for _, _, wrong in told):
             second = again()
             if not self._agreed(self._plane.exchange("self-check sees again", second.reason)):
                 return
             noise = norms.by_unit(second.found.distances(exact.found)).values()
-            seen = replace(seen, allowed=max(seen.allowed, NOISE_MARGIN * max(off for off, _ in noise)))
+            allowed = NOISE_MARGIN * max((off for off, _ in noise), default=0.0)
+            seen = replace(seen, allowed=max(seen.allowed, allowed))
         self._tell(seen)
 
     def _unfit(self, taken: list[Taken]) -> str:
