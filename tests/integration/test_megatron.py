@@ -86,14 +86,14 @@ def stored_here(stored: dict[int, list[UnitId]]) -> Plan:
 # ------------------------------------------------------------------------------------------------ Megatron-Core
 
 
-def forced(tp: int, recompute: int, stored: dict[int, list[str]]) -> dict[str, Any]:
+def forced(tp: int, recompute: int, stored: dict[int, list[str]], stage: int = 1) -> dict[str, Any]:
     """Ten updates of Megatron without any recompute, and of its full recompute under a forced plan of each rank."""
     import ds_hilore
     from tests.megatron import gpt_loss
 
-    expected, _ = updates(core_engine(tp, config(1), {"recompute": None}), gpt_loss)
+    expected, _ = updates(core_engine(tp, config(stage), {"recompute": None}), gpt_loss)
     block = BLOCK | {"selfcheck": {"updates": 2}}
-    made = core_engine(tp, config(1) | {"hilore": block}, {"recompute": recompute})
+    made = core_engine(tp, config(stage) | {"hilore": block}, {"recompute": recompute})
     made.hilore.force(stored_here({rank: [UnitId(name) for name in names] for rank, names in stored.items()}))
     found, treated = updates(made, gpt_loss)
     shape, check = made.hilore.microbatch.shape, made._hilore_host.selfcheck
@@ -125,9 +125,11 @@ def test_core_alone_is_bitwise_the_model_without_recompute(
         assert seen["checked"] == (2, 0, "")  # by our own self-check, dropout included
 
 
-def test_core_shards_replay_what_any_of_them_must(ranks: RankPool) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_core_shards_replay_what_any_of_them_must(ranks: RankPool, stage: int) -> None:
     names = [f"decoder.layers.{number}" for number in range(4)]
-    for seen in ranks.run(f"{HERE}:forced", tp=2, recompute=1, stored={0: names[:3], 1: names[1:]}):
+    stored = {0: names[:3], 1: names[1:]}
+    for seen in ranks.run(f"{HERE}:forced", tp=2, recompute=1, stored=stored, stage=stage):
         assert seen["treated"] == [dict(zip(names, "RHHR"))] * UPDATES
         assert seen["worst"] <= 1e-6
         assert seen["checked"][0] == 2 and seen["checked"][1] <= 1e-6
