@@ -14,9 +14,12 @@ from ds_hilore.core.errors import MemoryExhausted
 if TYPE_CHECKING:
     from ds_hilore.integration.rehearsal import Rehearsal, Subject
 
+#: As long as a solve may take, and more.
+SOLVED_S = 60.0
+
 
 def rehearse(subject: Subject) -> Rehearsal:
-    """Makes the engine and runs updates until plans are followed, and one more, which follows one.
+    """Makes the engine and runs updates until plans are followed, and waits until those are solved.
 
     Raises:
         HiLoReError: the JSON or the model cannot be had here; `MemoryExhausted`: they do not fit.
@@ -32,7 +35,8 @@ def rehearse(subject: Subject) -> Rehearsal:
         with console.status("learning what the units cost") as status:
             for number, stage in enumerate(rehearsal.learn(), 1):
                 status.update(f"learning what the units cost: update {number}, {stage.value.replace('_', ' ')}")
-            rehearsal.update()
+            status.update("waiting for the solver")
+            rehearsal.hilore.parts.planner.wait(timeout_s=SOLVED_S)
     return rehearsal
 
 

@@ -159,16 +159,18 @@ class Rehearsal:
         return self.hilore.stage is Stage.PLANNED and (checks is None or checks.calibrated)
 
     def learn(self) -> Iterator[Stage]:
-        """Updates until the run has learnt; tells the stage before each.
+        """Updates until plans are followed for good, the last one by such a plan; tells the stage before each.
 
         Raises:
             UnsupportedError: it learns nothing.
         """
+        learnt = False
         for _ in range(MOST_UPDATES):
-            if self._everywhere(self.learnt):
-                return
             yield self.hilore.stage
-            self.update()
+            self.update()  # the first plan that compresses begins a trial
+            before, learnt = learnt, self._everywhere(self.learnt)
+            if before and learnt:
+                return
         raise UnsupportedError(
             f"after {MOST_UPDATES} updates the run has not learnt what its units cost (stage "
             f"{self.hilore.stage.value}); run `hilore doctor` with the same JSON and model"
