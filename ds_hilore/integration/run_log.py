@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_hilore import __version__
 from ds_hilore.core.config import HiLoReConfig
-from ds_hilore.core.deps import PACKAGE, installed_version
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.types import UnitId
 from ds_hilore.report.records import (
@@ -52,6 +52,7 @@ _log = logging.getLogger(__name__)
 class _Pending:
     """The update that runs, so far."""
 
+    stage: str | None = None
     microbatches: int = 0
     tokens: int = 0
     actions: Counter[str] = field(default_factory=Counter)
@@ -143,6 +144,7 @@ class RunLog:
             return
         self._newest = weakref.ref(batch)
         pending = self._pending
+        pending.stage = pending.stage or controller.stage.value
         pending.microbatches += 1
         pending.tokens += batch.shape.tokens
         pending.actions[self._letters(batch)] += 1
@@ -227,7 +229,7 @@ class RunLog:
         meter = controller.parts.meter
         return UpdateRecord(
             update=number,
-            stage=controller.stage.value,
+            stage=pending.stage or controller.stage.value,
             seconds=None if before is None else self._ended - before,
             microbatches=pending.microbatches,
             tokens=pending.tokens,
@@ -283,7 +285,7 @@ def run_log(engine: Any, config: HiLoReConfig, controller: Controller, plane: Co
         rank=rank,
         world=plane.world_size,
         started_s=started_s,
-        package=f"{PACKAGE} {installed_version(PACKAGE)}, torch {torch.__version__}",
+        package=f"ds_hilore {__version__}, torch {torch.__version__}",
         device=str(torch.device(engine.device).type),
         zero_stage=engine.zero_optimization_stage(),
         microbatches=engine.gradient_accumulation_steps(),

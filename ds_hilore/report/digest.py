@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ds_hilore.report.reading import Actions, Floats, RankLog, Run
-from ds_hilore.report.records import COMPRESSED, REPLAYED, STORED
+from ds_hilore.report.records import COMPRESSED, FOLLOWED, REPLAYED, STORED
 
 MOST_BINS = 200
 
@@ -122,7 +122,7 @@ class Digest:
                 counted = made[actions]
                 by_unit[rows, bin_] += counted
                 by_rank[row, bin_] += counted.sum(0)
-                if stage == "planned":
+                if stage == FOLLOWED:
                     settled[rows, row] += counted
         return by_unit, by_rank, settled
 

@@ -47,37 +47,44 @@ def pictures(digest: Digest) -> Iterator[Picture]:
 
 
 def _memory(digest: Digest) -> Picture:
-    scale, unit = byte_unit(highest(digest.highest("budget_bytes")), highest(digest.highest("level_bytes")))
+    row = _fullest(digest)
+    budget, level = digest.mean("budget_bytes")[row], digest.mean("level_bytes")[row]
+    peak, promised = digest.highest("peak_bytes")[row], digest.highest("predicted_peak_bytes")[row]
+    scale, unit = byte_unit(budget, level)
 
     def draw(figure: Figure) -> None:
-        axes = figure.subplots()
+        axes, x = figure.subplots(), digest.centres
         shade_stages(axes, digest)
-        budgets, x = digest.mean("budget_bytes"), digest.centres
-        curve(axes, x, lowest(budgets) / scale, RED, "budget", linestyle="--")
-        if np.nanmax(budgets, initial=0) > np.nanmin(budgets, initial=np.inf):
-            curve(axes, x, highest(budgets) / scale, RED, "largest budget", linestyle=":")
-        curve(axes, x, highest(digest.highest("peak_bytes")) / scale, BLUE, "highest so far")
-        curve(axes, x, highest(digest.highest("predicted_peak_bytes")) / scale, PURPLE, "promised peak")
-        curve(axes, x, highest(digest.mean("level_bytes")) / scale, PALE, "held after the step")
+        curve(axes, x, budget / scale, RED, "budget", linestyle="--")
+        curve(axes, x, peak / scale, BLUE, "highest so far")
+        curve(axes, x, promised / scale, PURPLE, "promised peak")
+        curve(axes, x, level / scale, PALE, "held after the step")
         axes.set_ylabel(unit)
         axes.set_ylim(bottom=0)
         whole_updates(axes)
         legend_above(axes)
 
-    measured = np.isfinite(digest.highest("peak_bytes")).any()
     said = "The blue line, the highest peak so far, should stay below the dashed budget; the gap between is unused."
-    shaded = " Shaded: updates that measure (orange) or try plans out (violet)."
-    if not measured:
+    if not np.isfinite(peak).any():
         said = (
             "The purple line, what plans promise to peak at, should be close below the dashed budget. Peaks were not "
             "measured: on CPU that takes a process that was started with MALLOC_MMAP_THRESHOLD_=65536, "
             "MALLOC_TRIM_THRESHOLD_=65536 and MALLOC_TOP_PAD_=0 (glibc)."
         )
-    return Picture("memory", "Memory against the budget", said + shaded + _fullest(digest), draw)
+    said += " Shaded: updates that measure (orange) or try plans out (violet)."
+    if len(digest.ranks) > 1:
+        said += f" Drawn is rank {digest.ranks[row].rank}, which came closest to its budget."
+    return Picture("memory", "Memory against the budget", said, draw)
 
 
-def _fullest(digest: Digest) -> str:
-    return " Of several ranks, the fullest is drawn." if len(digest.ranks) > 1 else ""
+def _fullest(digest: Digest) -> int:
+    """The row of the rank that came closest to its budget, by measured peaks where there are any."""
+    budgets = digest.mean("budget_bytes")
+    for column in ("peak_bytes", "predicted_peak_bytes"):
+        shares = digest.highest(column) / budgets
+        if np.isfinite(shares).any():
+            return int(np.nanargmax(np.nanmax(np.where(np.isfinite(shares), shares, 0.0), axis=1)))
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------ seconds
@@ -109,15 +116,15 @@ def _savings(digest: Digest) -> Picture:
     return Picture(
         "savings",
         title,
-        "The green line should rise steadily once plans are followed; the share below counts all of the step, sampling "
-        f"included.{several}",
+        "The green line should rise steadily once plans are followed; what is on trial does not count. The share below "
+        f"is of the whole step, sampling included.{several}",
         draw,
     )
 
 
 def _no_plan(digest: Digest) -> str:
-    if not np.isfinite(digest.mean("budget_bytes")).any():
-        return "the run ended before its first plan: the first updates only measure"
+    if not any(rank.totals.followed for rank in digest.ranks):
+        return "the run ended before plans were followed: the first updates only measure and try"
     return "plans promised nothing: no memory was free under the budget, or storing did not pay"
 
 

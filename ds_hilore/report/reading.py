@@ -119,7 +119,7 @@ class RankLog:
         self.actions.append(self._known.setdefault(actions, actions))
         self.stages.append(self._known.setdefault(record.stage, record.stage))
         for name, column in self._columns.items():
-            value = getattr(record, name)
+            value = record.kept_seconds if name == "saved_seconds" else getattr(record, name)
             missing = value is None or (value == 0 and name in _NONE_AT_ZERO)
             column.append(np.nan if missing else value)
         self.totals.add(record)

@@ -22,6 +22,9 @@ MOST_RANKS = 1 << 20
 #: Letters of the actions as logs and pictures have them, and of a unit that did not run.
 STORED, COMPRESSED, REPLAYED, ABSENT = "H", "L", "R", "."
 
+#: The stage in which plans are followed for good.
+FOLLOWED = "planned"
+
 Text = Annotated[str, Field(max_length=512)]
 Count = Annotated[int, Field(ge=0, le=1 << 60)]
 Amount = Annotated[float, Field(ge=0, le=1e18)]
@@ -73,7 +76,7 @@ class UpdateRecord(Record):
 
     Attributes:
         update: from 0.
-        stage: of learning, when it ended.
+        stage: of learning, in its first microbatch.
         seconds: from the end of the update before, sampling and all else included; None for the first.
         microbatches: that are known; what follows is of these.
         tokens: positions, padding included.
@@ -109,6 +112,11 @@ class UpdateRecord(Record):
     allowed_risk: Amount | None = None
     check_seconds: Amount = 0.0
     shortages: Count = 0
+
+    @property
+    def kept_seconds(self) -> float:
+        """What was promised by plans that are followed for good: a trial may show that others do not pay."""
+        return self.saved_seconds if self.stage == FOLLOWED else 0.0
 
 
 class ProspectRecord(Record):

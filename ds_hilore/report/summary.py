@@ -14,8 +14,9 @@ class Summary:
     """The whole run. Ranks wait for each other, so the one that saves least counts, and the fullest.
 
     Attributes:
+        followed: updates that followed plans for good.
         seconds: of all updates but the first, sampling and all else included.
-        saved_seconds: promised by plans in those.
+        saved_seconds: promised in those by plans that are followed for good.
         saved_share: of what they would have taken without plans.
         peak_bytes, budget_bytes: of the rank that came closest to its budget; None where peaks were not measured, or
             no budget was known yet.
@@ -27,6 +28,7 @@ class Summary:
     ranks: int
     world: int
     updates: int
+    followed: int
     seconds: float
     saved_seconds: float
     saved_share: float
@@ -44,8 +46,8 @@ class Summary:
     @property
     def sentence(self) -> str:
         """For a reader who reads nothing else."""
-        if self.budget_bytes is None:
-            return "The run ended before its first plan: the first updates only measure, and replay every layer."
+        if not self.followed:
+            return "The run ended before plans were followed: the first updates only measure and try."
         if self.saved_seconds <= 0:
             return "Plans promised to save no time: no memory was free under the budget, or storing did not pay."
         return (
@@ -82,6 +84,7 @@ def summarise(run: Run) -> Summary:
     return Summary(
         ranks=len(run.ranks),
         world=run.first.run.world,
+        followed=max(rank.totals.followed for rank in run.ranks),
         updates=max(rank.totals.updates for rank in run.ranks),
         seconds=slowest.totals.seconds,
         saved_seconds=slowest.totals.saved_seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_hilore.report import words
-from ds_hilore.report.records import AuditRecord, UpdateRecord
+from ds_hilore.report.records import FOLLOWED, AuditRecord, UpdateRecord
 
 
 @dataclass
@@ -13,8 +13,9 @@ class Totals:
     """What is summed up of a rank's updates.
 
     Attributes:
+        followed: updates that followed plans for good.
         seconds: of all updates but the first, whose beginning nobody saw; sampling and all else included.
-        saved_seconds: that plans promised in those.
+        saved_seconds: promised in those by plans that are followed for good.
         peak_bytes: the highest since there is a budget; None where peaks are not measured.
         budget_bytes: the newest.
         errors: measured by audits, one for each.
@@ -22,6 +23,7 @@ class Totals:
     """
 
     updates: int = 0
+    followed: int = 0
     seconds: float = 0.0
     saved_seconds: float = 0.0
     budget_bytes: int = 0
@@ -34,9 +36,10 @@ class Totals:
     def add(self, update: UpdateRecord) -> None:
         """One more update."""
         self.updates += 1
+        self.followed += update.stage == FOLLOWED
         if update.seconds is not None:
             self.seconds += update.seconds
-            self.saved_seconds += update.saved_seconds
+            self.saved_seconds += update.kept_seconds
         self.shortages = update.shortages
         if update.budget_bytes:
             self.budget_bytes = update.budget_bytes
@@ -62,8 +65,8 @@ class Totals:
             error_limit: the block's `max_gradient_error`.
         """
         begun = words.count_of(self.updates, "update")
-        if not self.budget_bytes:
-            return f"the run ends after {begun}, before any plan: the first updates measure"
+        if not self.followed:
+            return f"the run ends after {begun}, before plans are followed: the first updates measure and try"
         said = [
             f"the run ends after {begun}. Plans promised to save {words.span(self.saved_seconds)}, "
             f"{words.share(self.saved_share)} of what the updates would have taken without them",

@@ -83,10 +83,12 @@ def test_what_was_done_is_logged(ranks: RankPool, tmp_path: Path, stage: int) ->
         for update, (letters, stage_then, budget, saved) in enumerate(facts["done"]):
             assert dict(log.actions[update]).get(letters, 0) >= 1
             assert sum(count for _, count in log.actions[update]) == 2, "two microbatches"
-            assert log.stages[update] == stage_then
+            before = facts["done"][update - 1][1] if update else "measure_r"
+            assert log.stages[update] in (before, stage_then), "a stage may end with an update"
             assert log.column("budget_bytes")[update] == budget or budget == 0
             # the newest microbatch's share of both
-            assert log.column("saved_seconds")[update] >= saved >= 0
+            promised = log.column("saved_seconds")[update]
+            assert promised >= saved >= 0 if log.stages[update] == "planned" else promised == 0
         assert facts["done"][0][0] == "RRR" and facts["done"][-1][0] == "HHH", "it measures, then stores"
         assert (log.column("seconds")[1:] > 0).all() and log.column("level_bytes").min() > 0
         assert log.prospect is not None and log.prospect.replayed_peak_bytes > 0
@@ -234,7 +236,9 @@ def forgotten(folder: str) -> dict[str, Any]:
 
 def test_the_last_line_comes_once(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks.run(f"{HERE}:forgotten", folder=str(tmp_path))
-    assert first["said"] == ["hilore: the run ends after 1 update, before any plan: the first updates measure"]
+    assert first["said"] == [
+        "hilore: the run ends after 1 update, before plans are followed: the first updates measure and try"
+    ]
     assert second["said"] == [] and first["holders"] == []
 
 

@@ -37,9 +37,12 @@ def test_the_last_line_where_an_error_was_allowed() -> None:
 
 
 def test_the_last_line_of_runs_that_told_little() -> None:
+    tried = Totals()
+    tried.add(UpdateRecord(update=0, stage="trial", seconds=1.0, saved_seconds=0.5, budget_bytes=12 * GB))
     assert (
-        totals(budget_bytes=0).line(0.0) == "the run ends after 11 updates, before any plan: the first updates measure"
+        tried.line(0.0) == "the run ends after 1 update, before plans are followed: the first updates measure and try"
     )
+    assert tried.saved_seconds == 0, "what is on trial may not hold"
     blind = Totals()
     blind.add(UpdateRecord(update=0, stage="planned", budget_bytes=12 * GB))
     assert "; peaks were not measured against the budget of 12.00 GB; " in blind.line(0.0)
