@@ -182,7 +182,7 @@ class SelfcheckConfig(Block):
     where: ClassVar[str] = f"{BLOCK}.selfcheck"
 
     updates: int = Field(
-        default=0,
+        default=2,
         ge=0,
         le=1000,
         strict=True,
