@@ -60,7 +60,7 @@ def _memory(digest: Digest) -> Picture:
         curve(axes, x, promised / scale, PURPLE, "promised peak")
         curve(axes, x, level / scale, PALE, "held after the step")
         axes.set_ylabel(unit)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         whole_updates(axes)
         legend_above(axes)
 
