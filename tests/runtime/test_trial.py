@@ -226,7 +226,7 @@ def before_compression(saves: float, units: float | None = None) -> Rig:
 class _Calibrated:
     """Says that nothing costs any error to speak of."""
 
-    def risk(self, position: int, units: int, errors: object) -> float:
+    def risk(self, position: int, units: int, errors: object, unit: object = None) -> float:
         return 1e-6
 
     def exposures(self) -> list[float]:
