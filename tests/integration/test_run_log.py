@@ -73,7 +73,7 @@ def log_of(folder: Path, rank: int) -> RankLog:
     return read_run(folder).ranks[rank]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_what_was_done_is_logged(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     seen = ranks.run(f"{HERE}:followed", folder=str(tmp_path / "new" / "folder"), stage=stage, count=6)
     run = read_run(tmp_path / "new" / "folder")
