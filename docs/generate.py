@@ -169,11 +169,30 @@ def measured() -> str:
     return section.strip().replace("](docs/", "](")
 
 
+# ------------------------------------------------------------------------------------------------ reliability
+
+
+def reliability() -> str:
+    """Figures of the fault suite, which CI holds to what happens."""
+    from tests.faults import table  # brings torch along
+
+    return table.summary()
+
+
+def fault_table() -> str:
+    """Every fault of the suite, and what becomes of the update."""
+    from tests.faults import table
+
+    return table.faults()
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "configuration": configuration,
     "errors": error_table,
+    "faults": fault_table,
     "limits": limit_table,
     "measured": measured,
+    "reliability": reliability,
     "superseded": superseded_table,
     "versions": version_table,
 }

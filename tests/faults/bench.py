@@ -45,10 +45,12 @@ def policy_loss(made: Any, ids: Tensor, advantages: Tensor) -> Tensor:
     return -(logps * advantages).mean()
 
 
-def hilore_engine(stage: int, build: Callable[[], nn.Module] = model, ds: Any = None, **block: Any) -> Any:
-    """An engine of ours that waits no longer than `LIMIT_S` for another rank."""
+def hilore_engine(
+    stage: int, build: Callable[[], nn.Module] = model, ds: Any = None, limit_s: float = LIMIT_S, **block: Any
+) -> Any:
+    """An engine of ours that waits no longer than `limit_s` for another rank."""
     original = deepspeed_engine.control_plane
-    deepspeed_engine.control_plane = functools.partial(control_plane, LIMIT_S)
+    deepspeed_engine.control_plane = functools.partial(control_plane, limit_s)
     try:
         return updates.hilore_engine(build(), settings(stage) if ds is None else ds, **block)
     finally:
@@ -65,10 +67,10 @@ class Bench:
         between: called between a loss and its backward.
     """
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, limit_s: float = LIMIT_S) -> None:
         self.stage = stage
         self.reference = updates.reference_engine(model(), settings(stage))
-        self.common = self.ours = hilore_engine(stage)
+        self.common = self.ours = hilore_engine(stage, limit_s=limit_s)
         self.microbatch = -1
         self.loss: updates.Loss = policy_loss
         self.between: list[Callable[[], None]] = []

@@ -13,10 +13,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.faults.bench import LIMIT_S, Bench, hilore_engine, model, settings
+from tests.faults.bench import Bench, hilore_engine, model, settings
 from tests.faults.jobs import tell
-from tests.faults.records import FAULTY, NEXT, RIGHT, Plans
-from tests.faults.sites import Strike, between, unit_backward, unit_forward, unit_replay
+from tests.faults.kinds.microbatch import STEP
+from tests.faults.records import FAULTY, NEXT, RIGHT, Plans, planted
+from tests.faults.sites import Strike, between, calls, unit_backward, unit_forward, unit_replay
+
+#: Of the control plane, which is what the rank that is left waits for here.
+LIMIT_S = 4.0
 
 Act = Callable[[], object]
 
@@ -26,15 +30,21 @@ class Ending:
     """One kind of fault that ends or stops rank 1.
 
     Args:
-        body: what both ranks do.
+        body: what both ranks do, with a folder.
         code: exit code of rank 1, minus a signal's number; None: it has to be killed, because it was stopped.
-        told: what becomes of rank 0: the class of its error.
+        told: what becomes of rank 0: the class of its error. A collective whose partner is gone ends in a RuntimeError
+            of torch's.
     """
 
     name: str
-    body: Callable[[Path], None]
+    body: Meets | Raises | Starts
     code: int | None
     told: str
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO."""
+        return self.body.stage
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Meets:
     before: Act = lambda: None
 
     def __call__(self, folder: Path) -> None:
-        bench = Bench(self.stage)
+        bench = Bench(self.stage, LIMIT_S)
         bench.begin(Plans.REPLAY)
         bench.update(NEXT)
         self.before()
@@ -70,6 +80,26 @@ def _told(work: Callable[[], object]) -> str:
     except Exception as error:
         return type(error).__name__
     return RIGHT
+
+
+@dataclass(frozen=True)
+class Raises:
+    """Rank 1 raises where rank 0 waits for it in a collective, or has stepped: the update cannot begin again on both.
+    Rank 1 tries to go on, is told at the time limit, and ends as a script does that nobody catches an error of."""
+
+    site: Any
+    stage: int
+
+    def __call__(self, folder: Path) -> None:
+        bench = Bench(self.stage, LIMIT_S)
+        bench.begin(Plans.REPLAY)
+        bench.update(NEXT)
+        with self.site(bench, Strike(bench, planted, 1, int(dist.get_rank() == 1))):
+            told = _told(lambda: bench.update(FAULTY))
+        if dist.get_rank() == 1:
+            assert told == "Planted"
+            os._exit(1 if _told(lambda: bench.update(FAULTY)) == "RankMismatch" else 2)
+        tell(folder, told if told != RIGHT else _told(lambda: bench.update(NEXT)))
 
 
 def killed() -> None:
@@ -99,12 +129,13 @@ class Starts:
     """Rank 1 does not start as rank 0 does."""
 
     start: Callable[[], object]
+    stage: int = 2
 
     def __call__(self, folder: Path) -> None:
         if dist.get_rank() == 1:
             self.start()
             os._exit(1)
-        tell(folder, _told(lambda: hilore_engine(2)))
+        tell(folder, _told(lambda: hilore_engine(self.stage, limit_s=LIMIT_S)))
 
 
 def without_a_block() -> None:
@@ -115,29 +146,34 @@ def without_a_block() -> None:
 
 def with_a_bad_block() -> None:
     try:
-        hilore_engine(2, memory_budgt="1.1x")
+        hilore_engine(2, limit_s=LIMIT_S, memory_budgt="1.1x")
     except ValueError:
         return
 
 
 def not_at_all() -> None:
-    time.sleep(2 * LIMIT_S)
+    time.sleep(LIMIT_S + 2.0)
 
 
 ENDINGS: tuple[Ending, ...] = (
     Ending("a rank is killed in a unit's forward", Meets(unit_forward(1), killed, 2), -9, "RankMismatch"),
-    Ending("a rank is killed in a unit's backward", Meets(unit_backward(1), killed, 3), -9, "RankMismatch"),
+    Ending("a rank is killed in a unit's backward", Meets(unit_backward(1), killed, 3), -9, "RuntimeError"),
     Ending("a rank is killed between forward and backward", Meets(between(), killed, 0), -9, "RankMismatch"),
-    Ending("a rank is terminated in a replay", Meets(unit_replay(1), terminated, 2), -15, "RankMismatch"),
+    Ending("a rank is terminated in a replay", Meets(unit_replay(1), terminated, 2), -15, "RuntimeError"),
     Ending(
         "a rank leaves its script when it is terminated in a replay",
         Meets(unit_replay(1), terminated, 2, leave_on_sigterm),
         7,
-        "RankMismatch",
+        "RuntimeError",
     ),
+    Ending("an exception in a backward of ZeRO-2, on one rank", Raises(unit_backward(2), 2), 1, "RuntimeError"),
+    Ending("an exception in a backward of ZeRO-3, on one rank", Raises(unit_backward(2), 3), 1, "RuntimeError"),
+    Ending("an exception in the optimizer of ZeRO-0, on one rank", Raises(calls(STEP), 0), 1, "RankMismatch"),
+    Ending("an exception in the optimizer of ZeRO-2, on one rank", Raises(calls(STEP), 2), 1, "RuntimeError"),
     Ending("a rank is stopped", Meets(unit_forward(1), stopped, 2), None, "RankMismatch"),
     Ending("a rank has no more microbatches and ends", Meets(between(), ended, 2), 0, "RankMismatch"),
     Ending("a rank has no block", Starts(without_a_block), 1, "RankMismatch"),
     Ending("a rank has a bad block and ends", Starts(with_a_bad_block), 1, "RankMismatch"),
     Ending("a rank does not start in time", Starts(not_at_all), 1, "RankMismatch"),
 )
+BY_NAME: dict[str, Ending] = {ending.name: ending for ending in ENDINGS}

@@ -7,7 +7,6 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,6 +15,8 @@ from tests.faults.forks import become_rank, server
 from tests.ranks import _free_port
 
 WORLD = 2
+#: What the others get once a rank has ended: one that is stopped never would.
+GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,18 @@ class Ended:
     seconds: float
 
 
-def run_job(body: Callable[[Path], None], limit_s: float) -> list[Ended]:
-    """Calls `body` with a folder on every rank of a new job; how each ended, in rank order."""
-    with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        folder, port, context = Path(name), _free_port(), server()
-        ranks = [context.Process(target=_rank, args=(rank, port, folder, body), daemon=True) for rank in range(WORLD)]
+def run_job(name: str, limit_s: float) -> list[Ended]:
+    """Calls the body of an ending (endings.py) on every rank of a new job; how each ended, in rank order."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as made:
+        folder, port, context = Path(made), _free_port(), server()
+        ranks = [context.Process(target=_rank, args=(rank, port, folder, name), daemon=True) for rank in range(WORLD)]
         for rank in ranks:
             rank.start()
         started = time.monotonic()
-        ended = [_wait(process, started, limit_s, _told(folder, rank)) for rank, process in enumerate(ranks)]
+        ended = []
+        for rank, process in enumerate(ranks):
+            ended.append(_wait(process, started, limit_s, _told(folder, rank)))
+            limit_s = min(limit_s, time.monotonic() - started + GRACE_S)
         for process in ranks:
             process.join()
         return ended
@@ -66,12 +70,14 @@ def tell(folder: Path, what: str) -> None:
     _told(folder, int(os.environ["RANK"])).write_text(what, encoding="utf-8")
 
 
-def _rank(rank: int, port: int, folder: Path, body: Callable[[Path], None]) -> None:
+def _rank(rank: int, port: int, folder: Path, name: str) -> None:
     become_rank(rank, WORLD, port, folder / f"log-{rank}.txt")
     import deepspeed
     import torch
 
+    from tests.faults.endings import BY_NAME
+
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, distributed_port=port, verbose=False)
-    body(folder)
+    BY_NAME[name].body(folder)
     os._exit(0)  # a group of which a rank is gone would be waited for

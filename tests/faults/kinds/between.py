@@ -340,6 +340,7 @@ FAULTS: tuple[Fault, ...] = (
         becomes="StateChanged",
         ranks=(1,),
         others="RankMismatch",
+        stages=(0, 1),
     ),
     fault(
         "a stored unit's input is changed in place", edited(1, output=False), plan=Plans.STORE, becomes="StateChanged"
@@ -349,12 +350,12 @@ FAULTS: tuple[Fault, ...] = (
         "a frozen weight is written before backward",
         between(frozen_weight_changed),
         becomes="StateChanged",
-        stages=(0, 2),
+        stages=(2,),
     ),
-    fault("an adapter is written before backward", between(adapter_changed), becomes="StateChanged", stages=(0, 2)),
+    fault("an adapter is written before backward", between(adapter_changed), becomes="StateChanged", stages=(2,)),
     fault("a step before backward", between(stepped), becomes="StateChanged"),
     fault("a checkpoint is loaded before backward", between(loaded), becomes="RuntimeError"),
-    fault("adapters are merged before backward", adapters_merged, becomes="RecoveryMismatch", stages=(0, 2)),
+    fault("adapters are merged before backward", adapters_merged, becomes="RecoveryMismatch", stages=(2,)),
     fault(
         "adapters are switched off before backward",
         adapters_switched_off,

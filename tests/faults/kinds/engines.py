@@ -34,9 +34,16 @@ def detached_between_updates(bench: Bench) -> Pair:
 
 
 def detached_before_backward(bench: Bench) -> Pair:
-    made = _own(bench)
-    bench.between.append(lambda: ds_hilore.detach(made) if bench.microbatch == 1 else None)
-    return update(bench)
+    """DeepSpeed's own backward meets units of ours."""
+    _own(bench)
+
+    def one(made: Any, ids: Tensor, advantages: Tensor) -> None:
+        loss = policy_loss(made, ids, advantages)
+        if made is bench.ours:
+            ds_hilore.detach(made)
+        made.backward(loss)
+
+    return microbatches(bench, one)
 
 
 def detached_twice(bench: Bench) -> Pair:
@@ -150,20 +157,22 @@ def many(bench: Bench) -> Pair:
 
 
 def _fault(name: str, run: Callable[[Bench], Pair], **more: Any) -> Fault:
-    return Fault(name, Place.ENGINES, run=run, **{"plan": Plans.REPLAY, **more})
+    return Fault(name, Place.ENGINES, run=run, **{"plan": Plans.REPLAY, "stages": (2,), **more})
 
 
 FAULTS: tuple[Fault, ...] = (
-    _fault("detached between updates", detached_between_updates),
-    _fault("detached between forward and backward", detached_before_backward),
+    _fault("detached between updates", detached_between_updates, stages=(2, 3)),
+    _fault(
+        "detached between forward and backward", detached_before_backward, becomes="RecoveryMismatch", stages=(2, 3)
+    ),
     _fault("detached twice", detached_twice),
     _fault("attached again", attached_again),
-    _fault("made anew while an old graph is alive", made_anew),
+    _fault("made anew while an old graph is alive", made_anew, stages=(2, 3)),
     _fault("made anew without a detach", forgotten_with_a_controller),
-    _fault("made anew after `destroy`", destroyed, stages=(0, 2)),
-    _fault("two engines: forward, forward, backward, backward", interleaved),
+    _fault("made anew after `destroy`", destroyed),
+    _fault("two engines: forward, forward, backward, backward", interleaved, stages=(2, 3)),
     _fault("two engines: updates in turn", in_turn),
     _fault("two engines: one is detached while the other awaits its backward", detached_beside),
     _fault("a controller that was closed", planner_closed),
-    _fault("twelve engines one after another", many, stages=(0,)),
+    _fault("twelve engines one after another", many),
 )

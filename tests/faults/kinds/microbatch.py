@@ -35,6 +35,8 @@ STEP = "torch.optim.adamw:AdamW.step"
 ENCODE, DECODE = "ds_hilore.codecs.bf16.codec:Bf16.encode", "ds_hilore.codecs.bf16.codec:Bf16.decode"
 HOLD = "ds_hilore.recovery.recipes:BundleBuilder.hold"
 ALL_STAGES = (0, 1, 2, 3)
+#: Those that reduce gradients when a backward is over; the others do so in it (endings.py).
+UNSHARDED = (0, 1)
 
 
 def fault(name: str, site: Site, **more: Any) -> Fault:
@@ -117,7 +119,6 @@ FAULTS: tuple[Fault, ...] = (
     one_rank("an exception in the last unit's forward", unit_forward(2), stages=ALL_STAGES),
     one_rank("an exception in the first microbatch", unit_forward(1), at=0, stages=ALL_STAGES),
     one_rank("an exception between forward and backward", between(), outside=True, stages=ALL_STAGES),
-    one_rank("an exception in the last unit's backward", unit_backward(2), stages=ALL_STAGES),
-    one_rank("an exception in a unit's replay", unit_replay(1), plan=Plans.REPLAY, stages=ALL_STAGES),
-    one_rank("an exception in the optimizer before it steps", calls(STEP), stages=ALL_STAGES),
+    one_rank("an exception in the last unit's backward", unit_backward(2), stages=UNSHARDED),
+    one_rank("an exception in a unit's replay", unit_replay(1), plan=Plans.REPLAY, stages=UNSHARDED),
 )

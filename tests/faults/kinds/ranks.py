@@ -148,7 +148,9 @@ def once(bench: Bench) -> Pair:
 
 
 def _fault(name: str, run: Callable[[Bench], Pair], **more: Any) -> Fault:
-    return Fault(name, Place.RANKS, run=run, **{"becomes": "RankMismatch", "plan": Plans.REPLAY, **more})
+    return Fault(
+        name, Place.RANKS, run=run, **{"becomes": "RankMismatch", "plan": Plans.REPLAY, "stages": (2,), **more}
+    )
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -167,6 +169,6 @@ FAULTS: tuple[Fault, ...] = (
     _fault("only one rank has a forced plan", forced_by_one),
     _fault("one rank is a microbatch ahead", one_microbatch_ahead),
     _fault("one rank is an update ahead", one_update_ahead),
-    _fault("another number of tokens", other_tokens, becomes="right"),
-    _fault("other plans", other_plans, becomes="right"),
+    _fault("another number of tokens", other_tokens, becomes="right", stages=(2, 3)),
+    _fault("other plans", other_plans, becomes="right", stages=(2, 3)),
 )

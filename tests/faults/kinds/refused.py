@@ -61,7 +61,7 @@ def without_sync(bench: Bench) -> Pair:
 
 
 def _fault(name: str, run: Callable[[Bench], Pair], **more: Any) -> Fault:
-    return Fault(name, Place.REFUSED, run=run, **{"becomes": "UnsupportedError", **more})
+    return Fault(name, Place.REFUSED, run=run, **{"becomes": "UnsupportedError", "stages": (2,), **more})
 
 
 FAULTS: tuple[Fault, ...] = (

@@ -1,0 +1,36 @@
+"""The fault suite: no hang, no silently wrong gradient, and a right next update, after every fault of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.driver import Trials
+from tests.faults.endings import ENDINGS, Ending
+from tests.faults.jobs import run_job
+from tests.faults.records import Fault
+from tests.faults.suite import FAULTS
+
+#: Seconds until every rank of a job must have ended (issue 15).
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[Trials]:
+    with Trials(LIMIT_S) as made:
+        yield made
+
+
+@pytest.mark.parametrize("fault", [each for each in FAULTS if not each.open], ids=lambda fault: fault.name)
+def test_a_fault_is_survived(trials: Trials, fault: Fault) -> None:
+    outcome = trials.try_fault(fault)
+    assert not outcome.complaints, "\n".join(outcome.complaints)
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
+def test_a_process_that_ends_is_not_waited_for(ending: Ending) -> None:
+    """Rank 0 is told, by an error that says so."""
+    first, second = run_job(ending.name, LIMIT_S)
+    assert (first.code, first.told) == (0, ending.told), first
+    assert second.code == ending.code, second
