@@ -20,7 +20,7 @@ from tests.faults.records import FAULTY, NEXT, RIGHT, Plans, planted
 from tests.faults.sites import Strike, between, calls, unit_backward, unit_forward, unit_replay
 
 #: Of the control plane, which is what the rank that is left waits for here.
-LIMIT_S = 4.0
+LIMIT_S = 3.0
 
 Act = Callable[[], object]
 
@@ -32,6 +32,7 @@ class Ending:
     Args:
         body: what both ranks do, with a folder.
         code: exit code of rank 1, minus a signal's number; None: it has to be killed, because it was stopped.
+        thorough: as of a fault.
         told: what becomes of rank 0: the class of its error. A collective whose partner is gone ends in a RuntimeError
             of torch's.
     """
@@ -40,6 +41,7 @@ class Ending:
     body: Meets | Raises | Starts
     code: int | None
     told: str
+    thorough: bool = False
 
     @property
     def stage(self) -> int:
@@ -165,6 +167,7 @@ ENDINGS: tuple[Ending, ...] = (
         Meets(unit_replay(1), terminated, 2, leave_on_sigterm),
         7,
         "RuntimeError",
+        thorough=True,
     ),
     Ending("an exception in a backward of ZeRO-2, on one rank", Raises(unit_backward(2), 2), 1, "RuntimeError"),
     Ending("an exception in a backward of ZeRO-3, on one rank", Raises(unit_backward(2), 3), 1, "RuntimeError"),
@@ -173,7 +176,7 @@ ENDINGS: tuple[Ending, ...] = (
     Ending("a rank is stopped", Meets(unit_forward(1), stopped, 2), None, "RankMismatch"),
     Ending("a rank has no more microbatches and ends", Meets(between(), ended, 2), 0, "RankMismatch"),
     Ending("a rank has no block", Starts(without_a_block), 1, "RankMismatch"),
-    Ending("a rank has a bad block and ends", Starts(with_a_bad_block), 1, "RankMismatch"),
-    Ending("a rank does not start in time", Starts(not_at_all), 1, "RankMismatch"),
+    Ending("a rank has a bad block and ends", Starts(with_a_bad_block), 1, "RankMismatch", thorough=True),
+    Ending("a rank does not start in time", Starts(not_at_all), 1, "RankMismatch", thorough=True),
 )
 BY_NAME: dict[str, Ending] = {ending.name: ending for ending in ENDINGS}

@@ -16,7 +16,7 @@ from tests.ranks import _free_port
 
 WORLD = 2
 #: What the others get once a rank has ended: one that is stopped never would.
-GRACE_S = 5.0
+GRACE_S = 3.0
 
 
 @dataclass(frozen=True)

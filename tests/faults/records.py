@@ -91,6 +91,7 @@ class Fault:
         outside: the error comes out of the caller's code, not out of the engine: the caller has the update restarted.
         becomes: of the update on these: RIGHT or the class of an error.
         others: of the update on the others.
+        thorough: a variation of another fault, tried by `python -m tests.faults` and not in CI.
         open: what happens instead, where that is a known bug: "a hang: ...", "a wrong gradient: ...", or an error.
     """
 
@@ -107,6 +108,7 @@ class Fault:
     outside: bool = False
     becomes: str = RIGHT
     others: str = RIGHT
+    thorough: bool = False
     open: str = ""
 
     def expected(self, rank: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tests.faults.elsewhere import ELSEWHERE
-from tests.faults.endings import ENDINGS
+from tests.faults.endings import ENDINGS, Ending
 from tests.faults.records import RIGHT, Fault, Place
 from tests.faults.suite import FAULTS
 
@@ -35,6 +35,10 @@ def _outcome(fault: Fault) -> str:
     return f"{becomes(fault.becomes)}; on the other rank {becomes(fault.others)}"
 
 
+def _name(each: Fault | Ending) -> str:
+    return f"{each.name} \\*" if each.thorough else each.name
+
+
 def _stages(fault: Fault) -> str:
     return ", ".join(map(str, fault.stages))
 
@@ -47,6 +51,7 @@ def summary() -> str:
     rows: list[tuple[str, int]] = [
         ("kinds of faults, on two ranks", len(tried) + len(ENDINGS)),
         ("cases: a fault under one ZeRO stage", cases + len(ENDINGS)),
+        ("kinds that CI tries", sum(not each.thorough for each in (*tried, *ENDINGS))),
         ("right result", right),
         ("an error on every rank, then a right next update", len(tried) - right),
         ("the process of a rank ends, and the other is told by an error", len(ENDINGS)),
@@ -63,9 +68,9 @@ def faults() -> str:
     parts = []
     for place in Place:
         chosen = [fault for fault in FAULTS if fault.place is place]
-        rows: list[tuple[str, ...]] = [(f.name, _where(f), _stages(f), _outcome(f)) for f in chosen]
+        rows: list[tuple[str, ...]] = [(_name(f), _where(f), _stages(f), _outcome(f)) for f in chosen]
         if place is Place.PROCESSES:
-            rows = [(e.name, "one", str(e.stage), f"on the other rank {becomes(e.told)}") for e in ENDINGS]
+            rows = [(_name(e), "one", str(e.stage), f"on the other rank {becomes(e.told)}") for e in ENDINGS]
         head = ("fault", "ranks", "ZeRO", "what becomes of the update")
         parts.append(f"### {place.value}\n\n{_table(head, rows)}")
     rows = [(name, f"`{test}`") for name, test in ELSEWHERE.items()]

@@ -20,7 +20,7 @@ def test_faults_have_names_of_their_own() -> None:
 
 
 def test_there_are_at_least_sixty_kinds() -> None:
-    assert len([fault for fault in FAULTS if not fault.open]) + len(ENDINGS) >= 60
+    assert len([fault for fault in FAULTS if not (fault.open or fault.thorough)]) >= 60
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -31,7 +31,7 @@ def test_a_record_makes_sense(fault: Fault) -> None:
 
 def test_every_fault_is_in_the_table() -> None:
     text = table.faults()
-    assert all(f"| {each.name} |" in text for each in (*FAULTS, *ENDINGS))
+    assert all(f"| {each.name} " in text for each in (*FAULTS, *ENDINGS))
     assert all(f"### {place.value}\n" in text for place in Place)
 
 

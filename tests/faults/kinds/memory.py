@@ -40,22 +40,22 @@ def cuda_error() -> BaseException:
 
 
 FAULTS: tuple[Fault, ...] = (
-    fault("in a unit's forward", unit_forward(1), stages=ALL_STAGES),
+    fault("in a unit's forward", unit_forward(1), stages=(0, 3)),
     fault("in a unit's forward, on one rank", unit_forward(1), ranks=(1,), others="RankMismatch", stages=ALL_STAGES),
     fault("in the head's forward", module_forward("lm_head")),
     fault("while state is packed", calls(HOLD), plan=Plans.STORE),
     fault("while state is encoded", calls(ENCODE), plan=Plans.COMPRESS),
     fault("while the plan is applied", calls("ds_hilore.runtime.microbatch:Microbatch.follow")),
-    fault("in the loss", between(), becomes="RuntimeError", outside=True, stages=ALL_STAGES),
-    fault("in the backward of a unit", unit_backward(1), stages=ALL_STAGES),
+    fault("in the loss", between(), becomes="RuntimeError", outside=True, stages=(0, 3)),
+    fault("in the backward of a unit", unit_backward(1), stages=(0, 3)),
     fault("while state is decoded", calls(DECODE), plan=Plans.COMPRESS, becomes=RIGHT),
     fault("while state is decoded, until nothing is left", calls(DECODE), times=99, plan=Plans.COMPRESS),
     fault("while state is derived", calls("ds_hilore.recovery.bundle:Derived.get"), plan=Plans.STORE, becomes=RIGHT),
     fault("in a replay while others are stored", unit_replay(1), becomes=RIGHT, ranks=(0,)),
-    fault("in a replay while nothing is stored", unit_replay(1), plan=Plans.REPLAY, stages=ALL_STAGES),
+    fault("in a replay while nothing is stored", unit_replay(1), plan=Plans.REPLAY, stages=(0, 3)),
     fault("in a replay, as CUDA says it", unit_replay(1), plan=Plans.REPLAY, error=cuda_error),
     fault("in a replay, as Python says it", unit_replay(1), plan=Plans.REPLAY, error=MemoryError),
-    fault("for the reduction of gradients", by_stage(REDUCTION), stages=ALL_STAGES),
+    fault("for the reduction of gradients", by_stage(REDUCTION), stages=(0, 3)),
     fault("for gathered parameters", calls(GATHERING), stages=(3,)),
-    fault("in the optimizer's step", calls(STEP), stages=ALL_STAGES),
+    fault("in the optimizer's step", calls(STEP), stages=(0, 3)),
 )
