@@ -148,7 +148,8 @@ def test_the_graph_of_an_input_is_not_kept_alive() -> None:
 
 @pytest.mark.parametrize("action", [H, R])
 def test_two_hundred_steps_leave_nothing_behind(action: Action) -> None:
-    """Objects of ours and tensor bytes are the same after 20 and after 200 steps; shapes and plans vary."""
+    """Objects of ours are as many after 200 steps as after 20, and tensor bytes no more; shapes and plans vary. Tensors
+    of other tests (compiled ones) may go meanwhile."""
     block, context = weights(CPU, Block(0.1)), RecoveryContext()
 
     def census() -> tuple[Counter[str], int]:
@@ -171,7 +172,8 @@ def test_two_hundred_steps_leave_nothing_behind(action: Action) -> None:
         del units, x, out
         if step in (20, 199):
             counts.append(census())
-    assert counts[0] == counts[1]
+    (objects, tensor_bytes), (later_objects, later_bytes) = counts
+    assert later_objects == objects and later_bytes <= tensor_bytes
 
 
 def test_saved_tensors_that_are_read_twice_cost_one_replay_once_they_are_known() -> None:
