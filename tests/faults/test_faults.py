@@ -26,7 +26,9 @@ def trials() -> Iterator[Trials]:
     "fault", [each for each in FAULTS if not (each.open or each.thorough)], ids=lambda fault: fault.name
 )
 def test_a_fault_is_survived(trials: Trials, fault: Fault) -> None:
-    outcome = trials.try_fault(fault)
+    # where ranks differ each stage has its own ways; else CI takes one, the command all
+    stages = fault.stages if len(fault.ranks) == 1 else fault.stages[-1:]
+    outcome = trials.try_fault(fault, stages)
     assert not outcome.complaints, "\n".join(outcome.complaints)
 
 

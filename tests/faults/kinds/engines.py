@@ -166,13 +166,13 @@ FAULTS: tuple[Fault, ...] = (
         "detached between forward and backward", detached_before_backward, becomes="RecoveryMismatch", stages=(2, 3)
     ),
     _fault("detached twice", detached_twice, thorough=True),
-    _fault("attached again", attached_again),
+    _fault("attached again", attached_again, thorough=True),
     _fault("made anew while an old graph is alive", made_anew, stages=(2, 3)),
     _fault("made anew without a detach", forgotten_with_a_controller, thorough=True),
     _fault("made anew after `destroy`", destroyed),
     _fault("two engines: forward, forward, backward, backward", interleaved, stages=(2, 3)),
-    _fault("two engines: updates in turn", in_turn),
+    _fault("two engines: updates in turn", in_turn, thorough=True),
     _fault("two engines: one is detached while the other awaits its backward", detached_beside),
     _fault("a controller that was closed", planner_closed, thorough=True),
-    _fault("six engines one after another", many),
+    _fault("six engines one after another", many, thorough=True),
 )

@@ -90,12 +90,12 @@ def _fault(name: str, run: Callable[[Bench], Pair], **more: Any) -> Fault:
 FAULTS: tuple[Fault, ...] = (
     _fault("a loss that is NaN", times(math.nan)),
     _fault("a loss that is NaN, on one rank", times(math.nan, (1,))),
-    _fault("a loss that is infinite", times(math.inf)),
-    _fault("a loss that overflows float32 in backward", times(1e38)),
+    _fault("a loss that is infinite", times(math.inf), thorough=True),
+    _fault("a loss that overflows float32 in backward", times(1e38), thorough=True),
     _fault("a loss that is NaN, under compressed state", times(math.nan), plan=Plans.COMPRESS),
     _fault("a NaN loss that the loop drops", dropped),
     _fault("advantages that are NaN are announced", announced(math.nan)),
-    _fault("advantages that are infinite are announced", announced(math.inf)),
+    _fault("advantages that are infinite are announced", announced(math.inf), thorough=True),
     Fault(
         "encoded state that overflows",
         Place.NUMBERS,
