@@ -14,15 +14,14 @@ import logging
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
+from ds_hilore.core.files import write_whole
 from ds_hilore.profiling.calibration_layout import Progress, StoredProgress
 from ds_hilore.profiling.layout import Fingerprint, StoredBaseline, StoredProfile, plain
 from ds_hilore.profiling.measure import Measurements
@@ -97,7 +96,7 @@ class _File:
         try:
             text = content().model_dump_json().encode()
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _write(self.path, text)
+            write_whole(self.path, text)
         except (OSError, ValueError) as error:
             return Refused(self.path, f"cannot be written ({_said(error)})")
         return None
@@ -198,20 +197,6 @@ def _content(path: Path) -> bytes | Refused:
     finally:
         os.close(descriptor)
     return content if len(content) <= MAX_BYTES else Refused(path, f"has more than {MAX_BYTES} bytes")
-
-
-def _write(path: Path, content: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.stem[:60]}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _safe(text: str) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from ds_hilore.core.errors import UsageError
+from ds_hilore.core.files import write_whole
 from ds_hilore.report.digest import Digest
 from ds_hilore.report.drawing import Drawn, drawn
 from ds_hilore.report.page import page
@@ -41,22 +39,9 @@ def publish(run: Run, summary: Summary, out: Path, progress: Callable[[str], obj
         files = {folder / f"{picture.name}.png": each.png for picture, each in drawings if each is not None}
         folder.mkdir(parents=True, exist_ok=True)
         for path, content in files.items():
-            _write(path, content)
-        _write(out, page(run, summary, drawings).encode())
+            write_whole(path, content, 0o644)
+        write_whole(out, page(run, summary, drawings).encode(), 0o644)
     except (OSError, ValueError) as error:  # the latter: a path without a name, or with a NUL in it
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{out} cannot be written ({reason}); name another file with --out") from None
     return [out, *files]
-
-
-def _write(path: Path, content: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.stem[:60]}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ds_hilore.core.types import Shape, UnitId
-from ds_hilore.profiling import store as module
 from ds_hilore.profiling.fit import Rate
 from ds_hilore.profiling.layout import (
     Fingerprint,
@@ -407,7 +407,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(module.tempfile if step == "mkstemp" else module.os, step, fail)
+    monkeypatch.setattr(tempfile if step == "mkstemp" else os, step, fail)
     with caplog.at_level(logging.WARNING):
         found = saved.save(measured())
     monkeypatch.undo()

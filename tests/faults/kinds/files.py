@@ -206,11 +206,11 @@ FAULTS: tuple[Fault, ...] = (
     _fault("a profile with a shell command for a number", spoilt(changed(words_for_numbers)), thorough=True),
     _fault("a profile that understates bytes a thousandfold", spoilt(changed(lies), restores=True)),
     _fault("a folder that cannot be made", unwritable, thorough=True),
-    _fault("a disk that is full", failing("ds_hilore.profiling.store:os.fsync", errno.ENOSPC)),
-    _fault("a folder that is read-only", failing("ds_hilore.profiling.store:tempfile.mkstemp", errno.EROFS)),
+    _fault("a disk that is full", failing("ds_hilore.core.files:os.fsync", errno.ENOSPC)),
+    _fault("a folder that is read-only", failing("ds_hilore.core.files:tempfile.mkstemp", errno.EROFS)),
     _fault(
         "a profile that cannot be put in place",
-        failing("ds_hilore.profiling.store:os.replace", errno.EACCES),
+        failing("ds_hilore.core.files:os.replace", errno.EACCES),
         thorough=True,
     ),
 )
