@@ -21,6 +21,7 @@ from ds_hilore.cli.account import gigabytes
 from ds_hilore.cli.bench_process import CHECKPOINTING, Way, written
 from ds_hilore.cli.options import add_rehearsal, read_json, tokens_of
 from ds_hilore.cli.statistics import Ratio
+from ds_hilore.cli.worker import STDERR, worker_environment
 from ds_hilore.core.config import HiLoReConfig
 from ds_hilore.core.errors import UsageError
 from ds_hilore.memory.glibc import TIGHT_ENVIRONMENT
@@ -42,8 +43,6 @@ line, the JSON or the model is wrong; 3 the updates failed.
 
 #: Fewer pairs have no interval worth the name.
 LEAST_TURNS = 5
-#: The answer alone is for stdout: what hosts print there goes elsewhere.
-_STDERR = 2
 #: Columns of the table where nobody says how many there are.
 _WIDTH = 130
 
@@ -140,9 +139,7 @@ class _ProcessFailed(Exception):
 
 
 def _reports(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    ordinary = {name: value for name, value in os.environ.items() if name not in TIGHT_ENVIRONMENT}
-    ours = str(Path(__file__).parents[2])  # the package that runs here, installed or not
-    ordinary["PYTHONPATH"] = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
+    ordinary = worker_environment(TIGHT_ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="hilore-bench-") as folder:
         spec = Path(folder) / "spec.json"
         spec.write_text(written(arguments), encoding="utf-8")
@@ -155,7 +152,7 @@ def _report(what: str, spec: Path, environment: Mapping[str, str]) -> dict[str, 
 
     out = spec.with_name(f"{what}.json")
     worker = [sys.executable, "-m", "ds_hilore.cli.bench_process", what, str(spec), str(out)]
-    code = subprocess.run(worker, env=dict(environment), stdout=_STDERR, check=False).returncode
+    code = subprocess.run(worker, env=dict(environment), stdout=STDERR, check=False).returncode
     if code in (WRONG, INTERRUPTED):
         raise _ProcessFailed(code)
     if code:

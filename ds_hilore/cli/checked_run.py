@@ -9,7 +9,6 @@ self-check compares the gradients with the plain model's. A process, since what 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_hilore.cli.findings import Finding, Severity
+from ds_hilore.cli.worker import STDERR, worker_environment
 from ds_hilore.core.errors import GradientMismatch, HiLoReError, MemoryExhausted
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ TOKENS = (2, 64)
 TIME_LIMIT_S = 1800.0
 #: What a launcher says of its job: the process is a job of its own, of one rank.
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_STDERR = 2
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,13 @@ class Request:
 
 def check_run(request: Request, time_limit_s: float = TIME_LIMIT_S) -> Finding:
     """The verdict of a checked update on this machine, one rank, adapters being trained."""
-    alone = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
-    ours = str(Path(__file__).parents[2])  # the package that runs here, installed or not
-    alone["PYTHONPATH"] = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
+    alone = worker_environment(_LAUNCHERS)
     with tempfile.TemporaryDirectory(prefix="hilore-doctor-") as folder:
         spec, out = Path(folder) / "spec.json", Path(folder) / "out.json"
         spec.write_text(json.dumps(asdict(request)), encoding="utf-8")
         worker = [sys.executable, "-m", "ds_hilore.cli.checked_run", str(spec), str(out)]
         try:
-            done = subprocess.run(worker, env=alone, stdout=_STDERR, timeout=time_limit_s, check=False)
+            done = subprocess.run(worker, env=alone, stdout=STDERR, timeout=time_limit_s, check=False)
         except subprocess.TimeoutExpired:
             said = f"the checked update was not over after {time_limit_s:.0f} s"
             return Finding(said, request.model, "give smaller --tokens, or a model with fewer layers")
