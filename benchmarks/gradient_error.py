@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.subject import free_port
+from ds_hilore.integration.rehearsal import free_port
 from examples.arithmetic.model import convert_packaged_model, default_cache_dir, packaged_model
 
 RANKS = 2

@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.subject import free_port
+from ds_hilore.integration.rehearsal import free_port
 from ds_hilore.memory.glibc import TIGHT_ENVIRONMENT
 
 RANKS = 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hilore.objective.chunked import log_probs
+from ds_hilore.integration.causal import response_log_probs
+from ds_hilore.integration.rehearsal import free_port, let_adapters_matter
 
 LORA_RANK = 16
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -82,13 +82,7 @@ class Policy(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """[B, T - 1] log-probabilities of ids[:, 1:], 0 where `mask` [B, T - 1] is false."""
-        causal = self._causal[0]
-        hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        head = causal.get_output_embeddings()
-        if self._whole_logits:
-            logps = head(hidden[:, :-1]).float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-            return torch.where(mask, logps, 0.0)
-        return log_probs(hidden[:, :-1], head, ids[:, 1:], mask=mask)
+        return response_log_probs(self._causal[0], ids, mask, self._whole_logits)
 
 
 @dataclass(frozen=True)
@@ -148,20 +142,8 @@ def _with_lora(causal: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(causal, LoraConfig(r=LORA_RANK, target_modules=LORA_TARGETS))  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    let_adapters_matter(wrapped)
     return wrapped
-
-
-def free_port() -> int:
-    """A port on this machine that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def one_rank_environment() -> None:

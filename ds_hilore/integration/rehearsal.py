@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from ds_hilore.core.config import BLOCK
 from ds_hilore.core.errors import ConfigError, HiLoReError, UnsupportedError, UsageError
+from ds_hilore.core.host_rules import zero_stage
+from ds_hilore.integration.causal import LogProbs
 from ds_hilore.integration.outlook import Training, config_of, filled_in, own_dtype, with_adapters
-from ds_hilore.objective.chunked import log_probs
 from ds_hilore.objective.grpo import GRPOLossConfig
-from ds_hilore.objective.head import LogitOptions
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import grpo_loss
 from ds_hilore.runtime.parts import Stage
@@ -108,11 +108,11 @@ class Rehearsal:
         self.shape = subject.training.shape
         self._subject = subject
         # Under ZeRO-3 parameters are whole on the host until they are sharded.
-        whole = torch.device("cpu") if _stage(settings) == 3 else device
+        whole = torch.device("cpu") if zero_stage(settings) == 3 else device
         causal = _model(subject, config, dtype, whole)
         model = causal if subject.training.lora is None else with_adapters(causal, subject.training.lora, dtype)
-        _let_adapters_matter(model)
-        causal.forward = _LogProbs(causal, subject.training.whole_logits)
+        let_adapters_matter(model)
+        causal.forward = LogProbs(causal, subject.training.whole_logits)
         self.engine = _engine(model.train(), settings)
         self.batch = _Batch.random(subject.training, int(config.get_text_config().vocab_size), self.engine)
 
@@ -238,27 +238,6 @@ class _Batch:
         return cls(ids, mask, old_logps.detach(), advantages)
 
 
-class _LogProbs:
-    """A causal language model's forward that gives log-probabilities in place of logits, as GRPO trainers have it.
-
-    Copies and pickles with its model. `whole_logits`: [B, T, vocabulary] at once; else in chunks.
-    """
-
-    def __init__(self, causal: Any, whole_logits: bool) -> None:
-        self._causal = causal
-        self._whole_logits = whole_logits
-
-    def __call__(self, input_ids: Tensor, scored: Tensor, **_: Any) -> Tensor:
-        """[B, T - 1] log-probabilities of input_ids[:, 1:], 0 where `scored` [B, T - 1] is false."""
-        hidden = self._causal.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        head = self._causal.get_output_embeddings()
-        if self._whole_logits:
-            logps = head(hidden[:, :-1]).float().log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
-            return torch.where(scored, logps, 0.0)
-        cap = getattr(self._causal.config.get_text_config(), "final_logit_softcapping", None)
-        return log_probs(hidden[:, :-1], head, input_ids[:, 1:], mask=scored, options=LogitOptions(softcap=cap))
-
-
 # -- the JSON ------------------------------------------------------------------------------------------------------
 
 
@@ -313,10 +292,6 @@ def _still(settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _stage(settings: Mapping[str, Any]) -> int:
-    return int((settings.get("zero_optimization") or {}).get("stage", 0))
-
-
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 
@@ -343,7 +318,7 @@ def _model(subject: Subject, config: Any, dtype: torch.dtype, device: torch.devi
     return causal
 
 
-def _let_adapters_matter(model: nn.Module) -> None:
+def let_adapters_matter(model: nn.Module) -> None:
     """lora_B starts at 0, so that lora_A would have no gradient at all in the first update."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -383,13 +358,18 @@ def _device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 def _job_environment() -> None:
     """What a launcher sets, for a single rank, where none has."""
     if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     local = int(os.environ["LOCAL_RANK"])
