@@ -130,6 +130,12 @@ def legend_above(axes: Axes) -> None:
         axes.legend(handles, names, loc="lower left", ncols=columns, handlelength=1.6, **where)
 
 
+def show_updates(axes: Axes, span: tuple[int, int]) -> None:
+    """The axis below shows a run's updates, all of them: the first, and the one after the last."""
+    axes.set_xlim(span[0] - 0.5, span[1] - 0.5)
+    whole_updates(axes)
+
+
 def whole_updates(axes: Axes) -> None:
     """Updates are counted: no halves of them on the axis below."""
     from matplotlib.ticker import MaxNLocator

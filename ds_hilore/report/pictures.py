@@ -22,6 +22,7 @@ from ds_hilore.report.drawing import (
     RED,
     label,
     legend_above,
+    show_updates,
     whole_updates,
 )
 from ds_hilore.report.maps import action_maps
@@ -243,9 +244,7 @@ def _audits(digest: Digest) -> Picture:
         axes.plot(x, [100 * audit.measured for audit in audits], "o", color=BLUE, ms=4, label="measured")
         axes.set_ylabel("% of the gradient")
         axes.set_ylim(bottom=0)
-        first, end = digest.span
-        axes.set_xlim(first - 0.5, end - 0.5)
-        whole_updates(axes)
+        show_updates(axes, digest.span)
         legend_above(axes)
 
     return Picture(
@@ -275,9 +274,7 @@ def _shortages(digest: Digest) -> Picture:
             axes.plot(x, y, "o", color=inks.get(defence, INK), alpha=0.6, label=label(defence))
         axes.set_ylabel("MB short")
         axes.set_ylim(bottom=0)
-        first, end = digest.span
-        axes.set_xlim(first - 0.5, end - 0.5)
-        whole_updates(axes)
+        show_updates(axes, digest.span)
         legend_above(axes)
 
     return Picture(
