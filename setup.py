@@ -12,6 +12,7 @@ TEST = [
     "mypy>=1.11",
     "pytest>=8",
     "pytest-timeout",
+    "pytest-xdist",
     "ruff>=0.6",
     "types-setuptools",
 ]
