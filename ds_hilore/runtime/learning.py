@@ -70,7 +70,7 @@ class Learning:
         self._parts = parts
         self._context = context
         self._guard = guard
-        self._watch = PeakWatch(parts.meter, parts.planner)
+        self._watch = PeakWatch(parts.meter, parts.planner, self.baseline)
         self._trial = Trial(parts.clock, self.measurements, parts.trial_microbatches)
         self._sampler = Sampler(parts.clock, self.measurements, parts.codecs)
         self._sampled: set[str] = set()  # classes that were stored once, or would not be

@@ -1,14 +1,23 @@
-"""Peaks of planned microbatches, where reading them costs next to nothing: what was foreseen is held to what came."""
+"""Peaks of planned microbatches, where reading them costs next to nothing: what was foreseen is held to what came. And
+what others hold of the device, which a budget of "auto" keeps out of."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
+from ds_hilore.core.budget import BudgetKind
 from ds_hilore.core.treatment import Treatment
 from ds_hilore.core.types import Shape, UnitId
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.profiling.measure import Measurements
+from ds_hilore.runtime.baseline import BaselineMeter
 from ds_hilore.runtime.budget import PhasePeaks, RankPlanner
+
+_log = logging.getLogger(__name__)
+
+#: A budget of "auto" changes in steps of this share of the device, so that few plans serve whatever others do.
+STEP = 1 / 64
 
 
 class PeakWatch:
@@ -19,9 +28,11 @@ class PeakWatch:
     budget are.
     """
 
-    def __init__(self, meter: PeakMeter, planner: RankPlanner) -> None:
+    def __init__(self, meter: PeakMeter, planner: RankPlanner, baseline: BaselineMeter) -> None:
         self._meter = meter
         self._planner = planner
+        self._baseline = baseline
+        self._highest = 0
         self._shape: Shape | None = None
         self._floor = self._settled = self._forward = self._known = 0
 
@@ -31,6 +42,22 @@ class PeakWatch:
             self._meter.settle()
             self._floor = self._meter.level_bytes()
             self._planner.note_floor(self._floor)
+        self._look_at_others()
+
+    def _look_at_others(self) -> None:
+        """A sampler beside the training may hold more, or less, after each generation: "auto" is what it leaves."""
+        planner = self._planner
+        if planner.budget.kind is not BudgetKind.AUTO or not self._baseline.complete:
+            return
+        self._highest = max(self._highest, self._baseline.result().peak_bytes, self._meter.peak_bytes())
+        device = self._meter.device_bytes()
+        found = planner.budget.bytes_on(device, 0, self._meter.ceiling_bytes(self._highest))
+        step = int(STEP * device)
+        if abs(found - planner.budget_bytes) > step:
+            planner.set_budget(max(1, found // step) * step)
+            _log.info(
+                "hilore: others hold another share of the device; the budget is %d bytes now", planner.budget_bytes
+            )
 
     def begin(self, shape: Shape) -> None:
         """The first unit of a planned microbatch is about to run."""

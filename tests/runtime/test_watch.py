@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+from ds_hilore.core.budget import BudgetKind, MemoryBudget
+from ds_hilore.core.types import Solver
+from ds_hilore.planning.program import SolverLimits
+from ds_hilore.runtime.budget import RankPlanner
 from ds_hilore.runtime.parts import Stage
-from tests.runtime.rig import Rig, planner, same
+from ds_hilore.runtime.watch import STEP
+from tests.runtime.rig import Rig, StubMeter, planner, same
 
 MUCH = 1 << 30
 
@@ -81,3 +88,58 @@ def test_a_microbatch_that_failed_tells_nothing() -> None:
     rig.meter.script[:] = [MUCH]
     rig.update()
     assert rig.actions == "HHH"
+
+
+class Shared(StubMeter):
+    """A device of which others hold a part."""
+
+    others = 0
+
+    def ceiling_bytes(self, peak_bytes: int) -> int:
+        return self.device_bytes() - self.others
+
+
+def beside_others(budget: MemoryBudget) -> tuple[Rig, Shared]:
+    """A rig that follows its plans on a device of four times its all-R peak."""
+    meter = Shared(device=4 * MUCH)
+    rig = Rig(planner=RankPlanner(budget, Solver.GREEDY, SolverLimits(1.0, 0.01)), meter=meter)
+    meter.script[:] = [MUCH]
+    while rig.controller.stage is not Stage.PLANNED:
+        rig.update()
+        rig.gradients()
+    rig.update()
+    rig.gradients()
+    return rig, meter
+
+
+AUTO = MemoryBudget(BudgetKind.AUTO, 0.95)
+
+
+def test_a_sampler_that_holds_more_or_less_after_a_generation_is_kept_out_of() -> None:
+    rig, meter = beside_others(AUTO)
+    budgets = [rig.controller.parts.planner.budget_bytes]
+    for meter.others, actions in ((3 * MUCH + MUCH // 2, "RRR"), (MUCH, "HHH"), (0, "HHH")):
+        rig.update()
+        assert rig.actions == actions and same(rig.gradients(), rig.expected(rig.plain()))
+        budgets.append(rig.controller.parts.planner.budget_bytes)
+    assert budgets[0] >= budgets[3] > budgets[2] > budgets[1]
+    for budget, held in zip(budgets[1:], (3 * MUCH + MUCH // 2, MUCH, 0), strict=True):
+        assert 0 <= 0.95 * (4 * MUCH - held) - budget <= 4 * MUCH * STEP + 1
+
+
+def test_budgets_stay_while_others_wander() -> None:
+    rig, meter = beside_others(AUTO)
+    seen = set()
+    for meter.others in range(0, int(4 * MUCH * STEP), MUCH // 64):
+        rig.update()
+        seen.add(rig.controller.parts.planner.budget_bytes)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("kind, value", [(BudgetKind.BYTES, 3 * MUCH), (BudgetKind.CHECKPOINT_MULTIPLE, 2.0)])
+def test_a_budget_that_was_named_is_the_users(kind: BudgetKind, value: float) -> None:
+    rig, meter = beside_others(MemoryBudget(kind, value))
+    before = rig.controller.parts.planner.budget_bytes
+    meter.others = 3 * MUCH
+    rig.update()
+    assert rig.controller.parts.planner.budget_bytes == before
