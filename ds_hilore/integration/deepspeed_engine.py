@@ -1,7 +1,8 @@
 """DeepSpeed engines with a "hilore" block: made, followed, and given back as they were.
 
 `initialize` is `deepspeed.initialize`; `install` makes the plain one honour the block. An engine's `forward`,
-`backward`, `step` and `load_checkpoint` are wrapped on the instance; nothing of DeepSpeed's classes is changed.
+`backward`, `step`, `save_checkpoint`, `load_checkpoint` and some more are wrapped on the instance; nothing of
+DeepSpeed's classes is changed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.core.host_rules import check_against_ds_json, zero_stage
 from ds_hilore.core.types import Solver
 from ds_hilore.integration.architecture import rates_by_class, reach_by_unit
+from ds_hilore.integration.carried import CarriedState
 from ds_hilore.integration.control_plane import control_plane
 from ds_hilore.integration.fingerprint import fingerprint, read_ds_config
 from ds_hilore.integration.gradient_checks import CheckRules, GradientChecks
@@ -191,6 +193,7 @@ def attach(
             rules = CheckRules(config.profile.calibration_microbatches, config.profile.audit_interval)
             host.checks = GradientChecks(engine, controller, plane, rules)
             keep_calibration(engine, config, host.checks, plane.rank)
+        host.carried = CarriedState(engine, config, controller, plane, host.checks)
         if config.selfcheck.updates and not pipeline:
             host.selfcheck = SelfCheck(engine, controller, plane, config.selfcheck.updates)
         host.apply()

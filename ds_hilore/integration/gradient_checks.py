@@ -94,7 +94,7 @@ class GradientChecks:
         self._resumed = False  # slopes are partly or all of an earlier run
         self._exposures: list[float] = []  # of this run's microbatches that fitted or judged
 
-    def go_on(self, found: Progress | None, keep: Callable[[Progress], object]) -> None:
+    def go_on(self, found: Progress | None, keep: Callable[[Progress], object] | None = None) -> None:
         """Goes on where an earlier run of this setting was; every rank is here. Where ranks do not know of the same
         point (a file is gone, or not fit to be read) all calibrate anew.
 
@@ -103,9 +103,9 @@ class GradientChecks:
 
         Args:
             found: None: this rank knows of none.
-            keep: told where calibration is, whenever that changes.
+            keep: told where calibration is, whenever that changes; None: who was told before.
         """
-        self._keep = keep
+        self._keep = keep or self._keep
         points = self._plane.exchange("stored calibration", None if found is None else found.point)
         if found is None:
             return
@@ -122,9 +122,17 @@ class GradientChecks:
         if found.fitted:
             self._fitted()
 
-    def _store(self) -> None:
+    @property
+    def progress(self) -> Progress:
+        """How far calibration is, for a run that goes on from here; at its beginning where it was refused: another run
+        may have better luck."""
+        if self._done and not self._compresses:
+            return Progress()
         fitted = self._done or self._judging is not None
-        self._keep(Progress(self.calibration, self._microbatches, fitted, self._compresses))
+        return Progress(self.calibration, self._microbatches, fitted, self._compresses)
+
+    def _store(self) -> None:
+        self._keep(self.progress)
 
     # -- when ------------------------------------------------------------------------------------------------------
 
@@ -319,7 +327,7 @@ class GradientChecks:
         learning = self._controller.learning
         if refused:
             learning.refuse(refused)
-            self._keep(Progress())  # the next run may have better luck
+            self._store()
         else:
             if self._resumed:  # exposures are absolute: those of an earlier run were of other weights, or another scale
                 learning.risk.freeze(self._exposures)

@@ -14,6 +14,7 @@ import torch
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.integration import megatron, trainer, trl
 from ds_hilore.integration.beside import Recording
+from ds_hilore.integration.carried import CarriedState
 from ds_hilore.integration.checkpoint import DeepSpeedCheckpointPatch
 from ds_hilore.integration.gated_mlp import apply_gated_mlps, undo_gated_mlps
 from ds_hilore.integration.gradient_checks import GradientChecks
@@ -50,6 +51,7 @@ class AttachedHost:
     log: RunLog
     checks: GradientChecks | None = None  # where plans may compress
     selfcheck: SelfCheck | None = None
+    carried: CarriedState | None = None
     said_idle: bool = False
 
     def apply(self) -> None:
@@ -81,7 +83,8 @@ class AttachedHost:
             self._stack.callback(undo_gated_mlps, apply_gated_mlps(self.units.modules))
 
     def _change_engine(self) -> None:
-        self._wrap("forward", "backward", "allreduce_gradients", "step", "load_checkpoint", "no_sync", "compile")
+        self._wrap("forward", "backward", "allreduce_gradients", "step", "no_sync", "compile")
+        self._wrap("save_checkpoint", "load_checkpoint")
 
     def _wrap(self, *names: str) -> None:
         """Leads methods of the engine through those of ours that have an underscore before the same name."""
@@ -180,9 +183,19 @@ class AttachedHost:
     def _selfchecked_backward(self, loss: Any) -> AbstractContextManager[None]:
         return nullcontext() if self.selfcheck is None else self.selfcheck.backward(loss)
 
+    def _save_checkpoint(
+        self, original: Callable[..., Any], save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(save_dir, tag, *args, **kwargs)
+        if self.carried is not None:
+            self.carried.save(save_dir, tag)
+        return result
+
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         self.controller.parameters_changed()
+        if self.carried is not None and result[0] is not None:  # the path of what was found
+            self.carried.load(result[0])
         return result
 
     def _no_sync(self, original: Callable[..., Any]) -> Any:

@@ -187,7 +187,7 @@ class PipelineHost(AttachedHost):
     def _change_engine(self) -> None:
         from deepspeed.runtime.pipe import schedule
 
-        self._wrap("train_batch", "load_checkpoint", "compile")
+        self._wrap("train_batch", "save_checkpoint", "load_checkpoint", "compile")
         originals = self.engine._INSTRUCTION_MAP
         ours: dict[Any, Callable[..., None]] = {
             schedule.ForwardPass: self._forward_pass,

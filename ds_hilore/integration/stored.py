@@ -22,17 +22,27 @@ def keep_profile(engine: Any, config: HiLoReConfig, controller: Controller, rank
     for all that measure the same."""
     if config.profile.path is None:
         return
-    stage = getattr(engine, "stage_id", None)  # of a pipeline
-    key = _profile_key(engine, config)
-    store = ProfileStore(config.profile.path, key, "all" if stage is None else f"stage{stage}")
-    if _all_know(store, controller.parts):
+    store = ProfileStore(config.profile.path, profile_key(engine, config), rank_class(engine))
+    if all_know(store, controller.parts):
         controller.learning.known = isinstance(store.restore(controller.measurements), StoredProfile)
-    if rank == 0 or stage:
+    if keeps_profile(engine, rank):
         controller.learning.learnt = store.save
 
 
-def _all_know(store: ProfileStore, parts: ControllerParts) -> bool:
-    """Ranks that agree on replays measure in step: all of them go by a stored profile, or none does."""
+def rank_class(engine: Any) -> str:
+    """Of ranks that measure the same: all, or those of one pipeline stage."""
+    stage = getattr(engine, "stage_id", None)
+    return "all" if stage is None else f"stage{stage}"
+
+
+def keeps_profile(engine: Any, rank: int) -> bool:
+    """Whether this rank stores the profile of its class."""
+    return rank == 0 or bool(getattr(engine, "stage_id", None))
+
+
+def all_know(store: ProfileStore, parts: ControllerParts) -> bool:
+    """Whether this rank may use a stored profile. Ranks that agree on replays measure in step: all of them go by a
+    stored profile, or none does."""
     if parts.agreement is None or parts.plane is None:
         return True
     return all(parts.plane.exchange("stored profile", isinstance(store.load(), StoredProfile)))
@@ -42,12 +52,13 @@ def keep_calibration(engine: Any, config: HiLoReConfig, checks: GradientChecks, 
     """Calibration goes on where an earlier run of this setting was, and is stored by each rank for itself."""
     if config.profile.path is None:
         return
-    store = CalibrationStore(config.profile.path, _profile_key(engine, config), rank)
+    store = CalibrationStore(config.profile.path, profile_key(engine, config), rank)
     found = store.load()
     checks.go_on(found if isinstance(found, Progress) else None, store.save)
 
 
-def _profile_key(engine: Any, config: HiLoReConfig) -> Fingerprint:
+def profile_key(engine: Any, config: HiLoReConfig) -> Fingerprint:
+    """The setting of an engine, as what it measured is stored with it."""
     tried = ", ".join(config.codecs) if config.compresses else "exact"
     if config.mode is Mode.PAPER:
         tried = f"paper {tried} {config.paper.least_tensor_bytes} {' '.join(config.paper.dtypes)}"
