@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,18 +14,25 @@ import torch
 from torch import Tensor
 
 import ds_hilore
+from benchmarks.batches import live_rows, with_dead_rows
 from benchmarks.methods import (
     HILORE_REPLAYS,
     TORCH,
+    Suffix,
     actions,
+    announces,
     applied,
+    is_hilore,
     layer_count,
     letter,
     planned_mode,
+    runs_live_rows_only,
+    suffixes,
     torch_checkpoint,
 )
 from benchmarks.records import Case, Peak
 from benchmarks.selective import selective_checkpoint
+from benchmarks.spec import Spec
 from benchmarks.subject import Batch, engine_for, policy, sized
 from ds_hilore.memory.meter import peak_meter
 from ds_hilore.objective.grpo import GRPOLossConfig
@@ -37,28 +45,36 @@ SOLVED_S = 60.0
 
 
 class Bench:
-    """Runs updates of one preset. The run has learnt its units' costs once `learn` returns."""
+    """Runs updates of one preset. The run has learnt its units' costs once `learn` returns.
 
-    def __init__(
-        self,
-        preset: str,
-        full_finetuning: bool,
-        loss: str,
-        model: Path | None,
-        layers: int | None,
-        rows: int | None = None,
-        max_gradient_error: float = 0.0,
-        paper: bool = False,
-    ) -> None:
-        size = sized(preset, layers, rows)
+    Attributes:
+        batch: the microbatch of methods that do not leave dead rows out.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        size = sized(spec.preset, spec.layers, spec.rows)
+        model = None if spec.model is None else Path(spec.model)
         if model is None and size.shape is None:
             model = packaged_model(default_cache_dir())
             convert_packaged_model(model)
-        subject, vocabulary = policy(model, size, full_finetuning, loss)
-        self.engine = engine_for(subject, START_BUDGET, max_gradient_error=max_gradient_error, paper=paper)
-        self.batch = Batch.random(size, vocabulary, seed=0, device=self.engine.device)
-        self.count = self.batch.mask.sum()  # N: the loss is per token of these, whatever `batch` is left with
+        self._whole_logits = spec.loss == "logits"
+        self._learns_whole_logits = spec.learns_whole_logits
+        self._policy, vocabulary = policy(model, size, spec.full_finetuning, spec.learns_whole_logits)
+        self.engine = engine_for(self._policy, START_BUDGET, max_gradient_error=spec.error, paper=spec.paper)
         self.meter = peak_meter(self.engine.device)
+        self.use(Batch.random(size, vocabulary, seed=0, device=self.engine.device))
+        self._dead_rows = spec.dead_rows
+
+    def use(self, batch: Batch) -> None:
+        """Updates from now on are of this microbatch."""
+        self.batch, self._live = batch, live_rows(batch)
+        self._count = batch.mask.sum()  # N: the loss is per token of these, whichever rows are left out
+
+    def on_policy(self) -> Batch:
+        """The microbatch with the model's own log-probabilities as old ones: ratios are 1, no token is clipped."""
+        with torch.no_grad():
+            logps = self.engine(self.batch.ids, self.batch.mask).detach()
+        return dataclasses.replace(self.batch, old_logps=logps)
 
     @property
     def layers(self) -> int:
@@ -68,6 +84,8 @@ class Bench:
         """The first updates of a run: two that replay and measure, one that stores."""
         while self.engine.hilore.stage is not Stage.PLANNED or self.calibrating:
             self.update(None)
+        if self._dead_rows:  # all others are to be live
+            self.use(with_dead_rows(self.on_policy(), self._dead_rows))
 
     @property
     def calibrating(self) -> bool:
@@ -91,15 +109,20 @@ class Bench:
     def update(self, case: Case | None, before_step: Callable[[], None] | None = None) -> float:
         """Seconds of forward, loss, backward and optimizer step. None: as the run itself has it."""
         if case is None:
-            return self._update(before_step)
+            self._policy.whole_logits = self._learns_whole_logits
+            return self._update(self.batch, before_step)
+        self._policy.whole_logits = self._whole_logits or Suffix.LOGITS in suffixes(case.method)
+        batch = self._live if runs_live_rows_only(case.method) else self.batch
+        if announces(case.method):
+            ds_hilore.begin_microbatch(batch.advantages, batch.mask, self._count, engine=self.engine)
         with applied(self.engine, case):
-            return self._update(before_step)
+            return self._update(batch, before_step)
 
-    def _update(self, before_step: Callable[[], None] | None) -> float:
-        batch, engine = self.batch, self.engine
+    def _update(self, batch: Batch, before_step: Callable[[], None] | None) -> float:
+        engine = self.engine
         started = now()
         logps = engine(batch.ids, batch.mask)
-        loss = ds_hilore.grpo_loss(logps, batch.old_logps, batch.advantages, batch.mask, self.count, config=LOSS)
+        loss = ds_hilore.grpo_loss(logps, batch.old_logps, batch.advantages, batch.mask, self._count, config=LOSS)
         engine.backward(loss)
         if before_step is not None:
             before_step()
@@ -130,7 +153,7 @@ class Bench:
 
     def actions(self, case: Case) -> str:
         """One letter per layer, of the last update: S kept in part by a selective policy, others as `letter` has it."""
-        if case.method.startswith("hilore"):
+        if is_hilore(case.method):
             return "".join(letter(treatment) for treatment in self.engine.hilore.microbatch.treated.values())
         return actions(case, self.layers)
 

@@ -26,16 +26,16 @@ from benchmarks.bench import Bench, relative_error
 from benchmarks.methods import (
     HILORE_FORCED,
     HILORE_REPLAYS,
-    LOSSY,
     NONE,
-    PLAIN_METHODS,
     TORCH,
+    TORCH_LOGITS,
     TUNED_METHODS,
-    needs_paper_engine,
+    base_of,
+    is_budgeted,
     plainest,
-    planned_mode,
 )
 from benchmarks.records import Case, Peak
+from benchmarks.spec import Spec, read_spec
 from benchmarks.tuning import Tuner, policy_replays, saved_per_layer
 from ds_hilore.memory.glibc import tight_malloc
 
@@ -43,38 +43,8 @@ from ds_hilore.memory.glibc import tight_malloc
 REFERENCES = 3
 #: "unlimited" is this multiple of the peak without checkpointing.
 UNLIMITED = 10
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What to measure, as handed to both processes."""
-
-    preset: str
-    full_finetuning: bool
-    loss: str
-    model: str | None
-    layers: int | None
-    rows: int | None
-    max_gradient_error: float
-    threads: int
-    methods: tuple[str, ...]
-    budgets: tuple[str, ...]
-    turns: int
-
-    @property
-    def error(self) -> float:
-        """Of the gradient, that plans may cost: none where no method compresses, so that nothing is calibrated."""
-        return self.max_gradient_error if set(self.methods) & set(LOSSY) else 0.0
-
-    @property
-    def paper(self) -> bool:
-        """Whether the engine is one in mode paper; then all its planned methods are."""
-        return any(map(needs_paper_engine, self.methods))
-
-    def bench(self) -> Bench:
-        torch.set_num_threads(self.threads)
-        path = None if self.model is None else Path(self.model)
-        return Bench(self.preset, self.full_finetuning, self.loss, path, self.layers, self.rows, self.error, self.paper)
+#: Ends a budget that refers to checkpointing with whole logits.
+OF_LOGITS = "+logits"
 
 
 @dataclass(frozen=True)
@@ -108,41 +78,51 @@ class TimeReport:
     codec_seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
 
-def budget_bytes(written: str, torch_bytes: int, none_bytes: int) -> int:
-    """A budget of the benchmark in bytes: "1.10x" of torch checkpointing's peak, "phi=0.25", or "unlimited"."""
+def budget_bytes(written: str, torch_bytes: int, none_bytes: int, logits_bytes: int | None = None) -> int:
+    """A budget of the benchmark in bytes: "1.10x" of torch checkpointing's peak, "1.10x+logits" of its peak with whole
+    logits (`logits_bytes`), "phi=0.25", or "unlimited"."""
     if written == "unlimited":
         return UNLIMITED * none_bytes
     if written.startswith("phi="):
         return torch_bytes + int(float(written[4:]) * (none_bytes - torch_bytes))
     if written.endswith("x"):
         return int(float(written[:-1]) * torch_bytes)
-    raise ValueError(f'budget "{written}": write "1.10x", "phi=0.25" or "unlimited"')
+    if written.endswith(f"x{OF_LOGITS}") and logits_bytes is not None:
+        return int(float(written[: -len(OF_LOGITS) - 1]) * logits_bytes)
+    raise ValueError(f'budget "{written}": write "1.10x", "1.10x{OF_LOGITS}", "phi=0.25" or "unlimited"')
+
+
+def ready(spec: Spec) -> Bench:
+    """The run, once it has learnt."""
+    torch.set_num_threads(spec.threads)
+    bench = Bench(spec)
+    bench.learn()
+    return bench
 
 
 def take_replays(spec: Spec) -> dict[str, list[float]]:
-    bench = spec.bench()
-    bench.learn()
+    bench = ready(spec)
     return policy_replays(bench)
 
 
 def take_peaks(spec: Spec, replays: Mapping[str, Sequence[float]], console: Console) -> PeakReport:
     """`replays`: as `take_replays` found them; may be empty where no selective policy is to be tuned."""
-    bench = spec.bench()
-    bench.learn()
-    for method in (NONE.method, *HILORE_FORCED, TORCH.method):  # small allocations find their places
-        bench.update(Case(method))
+    bench = ready(spec)
+    plain = [Case(method) for method in spec.methods if not is_budgeted(method)]
+    reference = [TORCH_LOGITS] if any(written.endswith(OF_LOGITS) for written in spec.budgets) else []
+    plain = list(dict.fromkeys([NONE, TORCH, *reference, *plain]))
+    for case in (*plain, *map(Case, HILORE_FORCED), TORCH):  # small allocations find their places
+        bench.update(case)
     tuner = Tuner(bench, saved_per_layer(replays))
-    tuner.refer(TORCH, max((bench.peak(TORCH) for _ in range(REFERENCES)), key=lambda peak: peak.peak_bytes))
-    none_bytes, torch_bytes = (tuner.peak(case).peak_bytes for case in (NONE, TORCH))
-    cases = [NONE, TORCH]
-    cases += [Case(m) for m in (*PLAIN_METHODS, *HILORE_FORCED) if m in spec.methods and Case(m) not in cases]
-    limited = [m for m in spec.methods if m in TUNED_METHODS or planned_mode(m) is not None]
-    cases += [
-        Case(m, written, budget_bytes(written, torch_bytes, none_bytes)) for written in spec.budgets for m in limited
-    ]
+    for case in (TORCH, *reference):
+        tuner.refer(case, max((bench.peak(case) for _ in range(REFERENCES)), key=lambda peak: peak.peak_bytes))
+    none_bytes, torch_bytes, *logits_bytes = (tuner.peak(case).peak_bytes for case in (NONE, TORCH, *reference))
+    limits = {written: budget_bytes(written, torch_bytes, none_bytes, *logits_bytes) for written in spec.budgets}
+    limited = [method for method in spec.methods if is_budgeted(method)]
+    cases = plain + [Case(method, written, limit) for written, limit in limits.items() for method in limited]
     found, peaks = [], {}
     for wanted in track(cases, "peaks", console=console):
-        case = tuner.tuned(wanted) if wanted.method in TUNED_METHODS else wanted
+        case = tuner.tuned(wanted) if base_of(wanted.method) in TUNED_METHODS else wanted
         bench.solve(case)
         found.append(case)
         peaks[case.key] = tuner.peak(case)
@@ -150,12 +130,11 @@ def take_peaks(spec: Spec, replays: Mapping[str, Sequence[float]], console: Cons
 
 
 def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
-    bench = spec.bench()
-    bench.learn()
+    bench = ready(spec)
     cases = _with_own_floor(bench, found)
     exact = bench.gradients(NONE)
     errors, plans, codecs = {}, {}, {}
-    same = {case.key: _timed_as(case, bench.layers) for case in cases}
+    same = _timed_as(cases, bench.layers)
     cases = [case for case in cases if same[case.key] == case.key]
     policies = sorted({case.policy for case in cases} - {""})
     for case in cases:
@@ -176,10 +155,10 @@ def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
     return TimeReport(seconds, errors, plans, replays, codecs)
 
 
-def _timed_as(case: Case, layers: int) -> str:
-    """Key of the case whose times hold for this one: a tuned method that keeps no layer, or all, is timed once."""
-    same = plainest(case, layers)
-    return same.key if same in (NONE, TORCH) else case.key
+def _timed_as(cases: Sequence[Case], layers: int) -> dict[str, str]:
+    """By key of each case, the key of the one whose times hold for it: what does the same is timed once."""
+    first: dict[Case, str] = {}
+    return {case.key: first.setdefault(plainest(case, layers), case.key) for case in cases}
 
 
 def _with_own_floor(bench: Bench, found: PeakReport) -> list[Case]:
@@ -202,11 +181,6 @@ def read_peaks(path: Path) -> PeakReport:
 
 def read_times(path: Path) -> TimeReport:
     return TimeReport(**json.loads(path.read_text()))
-
-
-def read_spec(path: Path) -> Spec:
-    data: dict[str, Any] = json.loads(path.read_text())
-    return Spec(**{**data, "methods": tuple(data["methods"]), "budgets": tuple(data["budgets"])})
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from ds_hilore.integration.checkpoint import deepspeed_checkpoint
 
 torch_checkpoint = partial(checkpoint, use_reentrant=False)
 
-NONE, TORCH = Case("none"), Case("torch")
+NONE, TORCH, TORCH_LOGITS = Case("none"), Case("torch"), Case("torch+logits")
 #: torch's selective activation checkpointing, with the best fixed policy.
 SELECTIVE = "torch_sac"
 
@@ -47,9 +48,66 @@ LOSSY = ("hilore_update_aware", "hilore_static_risk", "hilore_paper")
 METHODS = (*PLAIN_METHODS, *TUNED_METHODS, *HILORE_FORCED, *HILORE_PLANNED)
 
 
+class Suffix(str, enum.Enum):
+    """What may follow a method's name, after a "+" each: the same method under other circumstances."""
+
+    LOGITS = "logits"  # the loss makes whole logits, as many loops still do
+    PRUNE = "prune"  # dead rows are skipped: hilore is told of them, all others run without them (as CUT)
+    CUT = "cut"  # the caller leaves dead rows out before the forward; what they would have given is not known
+
+
+def base_of(method: str) -> str:
+    """The method without its suffixes."""
+    return method.partition("+")[0]
+
+
+def suffixes(method: str) -> frozenset[Suffix]:
+    """
+    Raises:
+        ValueError: one is not known.
+    """
+    return frozenset(Suffix(suffix) for suffix in method.split("+")[1:])
+
+
+def like(base: str, method: str) -> Case:
+    """A method without a budget, under the circumstances of another: "torch" and "best_k_layers+logits" give
+    "torch+logits"."""
+    return Case(base + method[len(base_of(method)) :])
+
+
+def is_hilore(method: str) -> bool:
+    return base_of(method) in HILORE_FORCED or base_of(method) in HILORE_PLANNED
+
+
+def is_budgeted(method: str) -> bool:
+    """Whether a method is measured under each budget."""
+    return base_of(method) in TUNED_METHODS or base_of(method) in HILORE_PLANNED
+
+
+def announces(method: str) -> bool:
+    """Whether the engine is told which rows of a microbatch are live."""
+    return is_hilore(method) and Suffix.PRUNE in suffixes(method)
+
+
+def runs_live_rows_only(method: str) -> bool:
+    """Whether dead rows are not in the microbatch at all."""
+    given = suffixes(method)
+    return Suffix.CUT in given or (Suffix.PRUNE in given and not is_hilore(method))
+
+
+def check_method(method: str) -> None:
+    """
+    Raises:
+        ValueError: there is no such method, or no such suffix.
+    """
+    known = [suffix.value for suffix in Suffix]
+    if base_of(method) not in METHODS or not set(method.split("+")[1:]) <= set(known):
+        raise ValueError(f"no such method: {method}; known: {', '.join(METHODS)}, each with +{', +'.join(known)}")
+
+
 def planned_mode(method: str) -> Mode | None:
-    """The mode in which the engine plans for a method; None where it does not. A suffix ("+...") changes no mode."""
-    return HILORE_PLANNED.get(method.partition("+")[0])
+    """The mode in which the engine plans for a method; None where it does not. A suffix changes no mode."""
+    return HILORE_PLANNED.get(base_of(method))
 
 
 def needs_paper_engine(method: str) -> bool:
@@ -78,13 +136,13 @@ def applied(engine: Any, case: Case) -> Iterator[None]:
             yield
         finally:
             risk.rules = configured
-    elif case.method in HILORE_FORCED:
-        hilore.force(HILORE_FORCED[case.method])
+    elif base_of(case.method) in HILORE_FORCED:
+        hilore.force(HILORE_FORCED[base_of(case.method)])
         try:
             yield
         finally:
             hilore.force(None)
-    elif case.method == NONE.method:
+    elif base_of(case.method) == NONE.method:
         with hilore.paused():
             yield
     else:
@@ -94,9 +152,9 @@ def applied(engine: Any, case: Case) -> Iterator[None]:
 
 def _checkpoint_function(case: Case, layers: int) -> Callable[..., Any]:
     """What a method that knows nothing of hilore calls in place of each layer."""
-    if case.method == "deepspeed":
+    if base_of(case.method) == "deepspeed":
         return deepspeed_checkpoint()
-    chosen = selective_checkpoint(case.policy) if case.method == SELECTIVE and case.kept else _plain_call
+    chosen = selective_checkpoint(case.policy) if base_of(case.method) == SELECTIVE and case.kept else _plain_call
     return ByLayer(frozenset(case.kept), chosen, torch_checkpoint, layers)
 
 
@@ -132,7 +190,7 @@ def kept_layers(method: str, keep: int, layers: int) -> list[tuple[int, ...]]:
 
     transformers' `every_n_layers=n` checkpoints layers 0, n, 2n, ...
     """
-    if method != "every_n_layers":
+    if base_of(method) != "every_n_layers":
         return [tuple(range(keep)), tuple(range(layers - keep, layers))]
     every = [n for n in range(1, layers + 1) if layers - len(range(0, layers, n)) == keep]
     return [tuple(layer for layer in range(layers) if layer % n) for n in every[:1]]
@@ -143,17 +201,17 @@ def plainest(case: Case, layers: int) -> Case:
 
     A tuned method that keeps no layer is torch's checkpointing, and one that keeps all state of all layers is none.
     """
-    if case.method not in TUNED_METHODS:
+    if base_of(case.method) not in TUNED_METHODS:
         return case
     if not case.kept:
-        return TORCH
-    if len(case.kept) == layers and case.method != SELECTIVE:
-        return NONE
+        return like(TORCH.method, case.method)
+    if len(case.kept) == layers and base_of(case.method) != SELECTIVE:
+        return like(NONE.method, case.method)
     return dataclasses.replace(case, budget=None, budget_bytes=None)
 
 
 def actions(case: Case, layers: int) -> str:
     """One letter per layer of a method that knows nothing of hilore: H kept, S kept in part by a policy, R replayed."""
-    chosen = "S" if case.method == SELECTIVE else "H"
-    kept = range(layers) if case.method == NONE.method else case.kept
+    chosen = "S" if base_of(case.method) == SELECTIVE else "H"
+    kept = range(layers) if base_of(case.method) == NONE.method else case.kept
     return "".join(chosen if layer in kept else "R" for layer in range(layers))

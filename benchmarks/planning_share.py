@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.bench import Bench
 from benchmarks.records import Case
+from benchmarks.spec import Spec
 from benchmarks.subject import PRESETS
 
 BUDGET = "1.10x"
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="quick")
     parser.add_argument("--updates", type=int, default=10, help="of each kind")
     arguments = parser.parse_args()
-    bench = Bench(arguments.preset, False, "chunked", None, None)
+    bench = Bench(Spec(arguments.preset))
     bench.learn()
     table = Table(title=f"planning's share of an update ({arguments.preset}, {bench.layers} layers)")
     for column in ("update", "median", "largest"):

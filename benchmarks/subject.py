@@ -77,12 +77,12 @@ class Policy(nn.Module):
     def __init__(self, model: nn.Module, causal: Any, whole_logits: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.whole_logits = whole_logits
         self._causal = [causal]  # not a submodule of its own: it is inside `model`
-        self._whole_logits = whole_logits
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """[B, T - 1] log-probabilities of ids[:, 1:], 0 where `mask` [B, T - 1] is false."""
-        return response_log_probs(self._causal[0], ids, mask, self._whole_logits)
+        return response_log_probs(self._causal[0], ids, mask, self.whole_logits)
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ class Batch:
         return cls(*(tensor.to(device) for tensor in (ids, mask, torch.full(mask.shape, -8.0), advantages)))
 
 
-def policy(path: Path | None, preset: Preset, full_finetuning: bool, loss: str = "chunked") -> tuple[Policy, int]:
+def policy(path: Path | None, preset: Preset, full_finetuning: bool, whole_logits: bool = False) -> tuple[Policy, int]:
     """The model at `path` (or of the preset's shape) cut to the preset's layers, with LoRA unless all of it is trained;
     and its vocabulary size. lora_B is random instead of zero, so that every adapter has a gradient."""
     causal = _random_model(preset) if preset.shape is not None else _local_model(path, preset)
     model: nn.Module = causal if full_finetuning else _with_lora(causal)
-    return Policy(model.train(), causal, whole_logits=loss == "logits"), causal.config.vocab_size
+    return Policy(model.train(), causal, whole_logits), causal.config.vocab_size
 
 
 def _local_model(path: Path | None, preset: Preset) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from benchmarks.bench import Bench
-from benchmarks.methods import NONE, SELECTIVE, TORCH, kept_layers, plainest
+from benchmarks.methods import NONE, SELECTIVE, TORCH, base_of, kept_layers, like, plainest
 from benchmarks.records import Case, Peak
 from benchmarks.selective import POLICIES
 
@@ -57,9 +57,9 @@ class Tuner:
 
     def tuned(self, case: Case) -> Case:
         """The case with as many layers kept as its budget allows, none where not even one fits."""
-        if case.method == SELECTIVE:
+        if base_of(case.method) == SELECTIVE:
             return self._best_policy(case)
-        return self._most_layers(case, self._guess(case, self.peak(NONE).peak_bytes))
+        return self._most_layers(case, self._guess(case, self.peak(like(NONE.method, case.method)).peak_bytes))
 
     def _best_policy(self, case: Case) -> Case:
         """Of the policies whose measured peak fits, the one that saves most seconds of replays.
@@ -70,7 +70,7 @@ class Tuner:
         best, most_saved = case, 0.0
         fitting: dict[int, int] = {}  # layers found to fit, by the peak with the policy on every layer
         for policy in self._in_order(case):
-            saved_seconds, all_bytes = self._saved_seconds[policy], self._all(policy)
+            saved_seconds, all_bytes = self._saved_seconds[policy], self._all(case, policy)
             guess = self._guess(case, all_bytes)
             less = [layers for peak_bytes, layers in fitting.items() if peak_bytes <= all_bytes]
             most_layers = min([guess + 1, self._bench.layers, *less])
@@ -86,19 +86,20 @@ class Tuner:
         """First what is likely to save most; then, smallest first, policies that hardly fit on a layer."""
 
         def key(policy: str) -> tuple[bool, float]:
-            all_bytes = self._all(policy)
+            all_bytes = self._all(case, policy)
             guess = self._guess(case, all_bytes)
             return guess == 0, -guess * self._saved_seconds[policy] if guess else all_bytes
 
         return sorted(self._saved_seconds, key=key)
 
-    def _all(self, policy: str) -> int:
+    def _all(self, case: Case, policy: str) -> int:
         """The peak with a selective policy on every layer."""
-        return self.peak(Case(SELECTIVE, kept=tuple(range(self._bench.layers)), policy=policy)).peak_bytes
+        everywhere = Case(case.method, kept=tuple(range(self._bench.layers)), policy=policy)
+        return self.peak(everywhere).peak_bytes
 
     def _guess(self, case: Case, all_bytes: int) -> int:
         """Layers kept where a peak that grows evenly from none kept to all kept would meet the budget."""
-        none_bytes, layers = self.peak(TORCH).peak_bytes, self._bench.layers
+        none_bytes, layers = self.peak(like(TORCH.method, case.method)).peak_bytes, self._bench.layers
         share = ((case.budget_bytes or 0) - none_bytes) / max(1, all_bytes - none_bytes)
         return min(layers, max(0, int(layers * share)))
 

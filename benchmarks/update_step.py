@@ -15,6 +15,12 @@ the solved plan of the running engine; `hilore_update_aware` and `hilore_static_
 paper does: in an engine and processes of its own, against the checkpointing that is measured in those. recovered: share
 of what checkpointing costs that is saved, by the clock; counted: the same from the measured seconds of the replays that
 a plan leaves (and of its codecs), free of noise elsewhere.
+
+A method's name may have suffixes. "+logits": the loss makes whole logits. "+prune": dead rows (--dead-rows) are
+skipped; by hilore in replay and backward, because it was told of them, by all others because they are left out of the
+microbatch before the forward, so that their losses are not known. "+cut": they are left out, under hilore too. All
+ratios and shares refer to "torch" and "none", on the whole microbatch and with the loss of --loss; methods of hilore
+with "+logits" have an engine and processes of their own, which measure those two again.
 """
 
 from __future__ import annotations
@@ -31,21 +37,33 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.measure import PeakReport, Spec, TimeReport, read_peaks, read_times
-from benchmarks.methods import LOSSY, METHODS, NONE, SELECTIVE, TORCH, needs_paper_engine
+from benchmarks.measure import PeakReport, TimeReport, read_peaks, read_times
+from benchmarks.methods import (
+    LOSSY,
+    METHODS,
+    NONE,
+    SELECTIVE,
+    TORCH,
+    Suffix,
+    announces,
+    base_of,
+    check_method,
+    is_hilore,
+    runs_live_rows_only,
+)
 from benchmarks.records import Case, Record, table
+from benchmarks.spec import Spec, engine_of
 from benchmarks.subject import PRESETS, sized
 from ds_hilore.cli.statistics import Ratio
 from ds_hilore.memory.glibc import TIGHT_ENVIRONMENT
 
 
 def apart(spec: Spec) -> list[Spec]:
-    """One for each engine that the methods need; plain methods are all the first's."""
-    papers = tuple(method for method in spec.methods if needs_paper_engine(method))
-    others = tuple(method for method in spec.methods if method not in papers)
-    if not papers:
-        return [spec]
-    return [dataclasses.replace(spec, methods=methods) for methods in (others, papers) if methods]
+    """One for each engine that the methods need; methods that need none of their own are all the first's."""
+    by_engine: dict[tuple[bool, bool], list[str]] = {}
+    for method in spec.methods:
+        by_engine.setdefault(engine_of(method), []).append(method)
+    return [dataclasses.replace(spec, methods=tuple(by_engine[engine])) for engine in sorted(by_engine)] or [spec]
 
 
 def measured(spec: Spec) -> list[Record]:
@@ -68,7 +86,7 @@ def measure(spec: Spec) -> tuple[PeakReport, TimeReport]:
         ordinary = {name: value for name, value in os.environ.items() if name not in TIGHT_ENVIRONMENT}
         worker = [sys.executable, "-m", "benchmarks.measure"]
         known: list[str | Path] = []
-        if SELECTIVE in spec.methods:
+        if any(base_of(method) == SELECTIVE for method in spec.methods):
             subprocess.run([*worker, "replays", spec_file, replays], check=True, env=ordinary)
             known = ["--replays", replays]
         subprocess.run([*worker, "peaks", spec_file, peaks, *known], check=True, env={**ordinary, **TIGHT_ENVIRONMENT})
@@ -112,13 +130,14 @@ def _record(case: Case, peaks: PeakReport, times: TimeReport) -> Record:
 
 
 def counted_share(case: Case, times: TimeReport) -> float | None:
-    """Share of torch's replay seconds that the case does not spend on replays. None where replays are not timed.
+    """Share of torch's replay seconds that the case does not spend on replays. None where replays are not timed, or
+    are those of live rows only.
 
     What forward spends on keeping is on the clock only: a selective policy's catching of outputs, too.
     """
-    if case.method == "deepspeed":
+    if base_of(case.method) == "deepspeed" or announces(case.method) or runs_live_rows_only(case.method):
         return None
-    ours = case.method.startswith("hilore")
+    ours = is_hilore(case.method)
     kinds = {"R": "hilore", "A": "hilore_attention"} if ours else {"R": "torch", "S": case.policy}
     spent = sum(
         times.replay_seconds[kinds[letter]][layer]
@@ -134,8 +153,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="quick")
     parser.add_argument("--full-finetuning", action="store_true", help="train all parameters instead of LoRA")
     parser.add_argument("--loss", choices=["chunked", "logits"], default="chunked", help="log-probabilities of all")
-    parser.add_argument("--methods", help=f"comma-separated; none and torch always run; of {', '.join(METHODS)}")
-    parser.add_argument("--budgets", help='comma-separated: "1.10x" of torch\'s peak, "phi=0.25", "unlimited"')
+    parser.add_argument(
+        "--methods",
+        help=f"comma-separated; none and torch always run; of {', '.join(METHODS)}; each may be followed by "
+        f"+{', +'.join(suffix.value for suffix in Suffix)}",
+    )
+    parser.add_argument(
+        "--budgets", help='comma-separated: "1.10x" of torch\'s peak, "1.10x+logits", "phi=0.25", "unlimited"'
+    )
+    parser.add_argument("--dead-rows", type=float, default=0.0, help="share of the rows with advantage 0")
     parser.add_argument("--turns", type=int, help="updates per method")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--model", type=Path, help="a local transformers model; default: SmolLM2-135M from its package")
@@ -151,25 +177,29 @@ def main() -> None:
     preset = sized(arguments.preset, arguments.layers, arguments.rows)
     by_default = tuple(method for method in METHODS if method not in LOSSY)
     methods = by_default if arguments.methods is None else tuple(arguments.methods.split(","))
-    unknown = sorted(set(methods) - set(METHODS))
-    if unknown:
-        sys.exit(f"no such method: {', '.join(unknown)}; known: {', '.join(METHODS)}")
+    try:
+        for method in methods:
+            check_method(method)
+    except ValueError as error:
+        sys.exit(str(error))
     spec = Spec(
-        arguments.preset,
-        arguments.full_finetuning,
-        arguments.loss,
-        None if arguments.model is None else str(arguments.model),
-        arguments.layers,
-        arguments.rows,
-        arguments.max_gradient_error,
-        arguments.threads,
-        methods,
-        preset.budgets if arguments.budgets is None else tuple(arguments.budgets.split(",")),
-        arguments.turns or preset.turns,
+        preset=arguments.preset,
+        full_finetuning=arguments.full_finetuning,
+        loss=arguments.loss,
+        model=None if arguments.model is None else str(arguments.model),
+        layers=arguments.layers,
+        rows=arguments.rows,
+        dead_rows=arguments.dead_rows,
+        max_gradient_error=arguments.max_gradient_error,
+        threads=arguments.threads,
+        methods=methods,
+        budgets=preset.budgets if arguments.budgets is None else tuple(arguments.budgets.split(",")),
+        turns=arguments.turns or preset.turns,
     )
     found = measured(spec)
     kind = "full fine-tuning" if spec.full_finetuning else "LoRA r=16 on all projections"
     title = f"{spec.preset}: {preset.tokens} tokens, {kind}, {spec.loss} loss, {spec.turns} turns"
+    title += f", {spec.dead_rows:.0%} of the rows dead" if spec.dead_rows else ""
     Console(width=None if sys.stdout.isatty() else 160).print(table(found, title))
     if arguments.json is not None:
         report = {"spec": dataclasses.asdict(spec), "records": [dataclasses.asdict(record) for record in found]}

@@ -15,10 +15,24 @@ import pytest
 from rich.console import Console
 
 from benchmarks.bench import Bench, relative_error
-from benchmarks.measure import PeakReport, Spec, TimeReport, budget_bytes
-from benchmarks.methods import LOSSY, METHODS, NONE, TORCH, actions, kept_layers, plainest, planned_mode
+from benchmarks.measure import PeakReport, TimeReport, budget_bytes
+from benchmarks.methods import (
+    LOSSY,
+    METHODS,
+    NONE,
+    TORCH,
+    actions,
+    announces,
+    check_method,
+    kept_layers,
+    like,
+    plainest,
+    planned_mode,
+    runs_live_rows_only,
+)
 from benchmarks.records import Case, Peak, table
 from benchmarks.selective import POLICIES
+from benchmarks.spec import Spec
 from benchmarks.update_step import apart, counted_share, records
 from ds_hilore.core.config import Mode
 from tests import models
@@ -57,11 +71,42 @@ PEAKS = PeakReport(
 
 
 def test_the_paper_has_an_engine_of_its_own() -> None:
-    spec = Spec("quick", False, "chunked", None, None, None, 0.01, 1, ("torch", "hilore_paper", "hilore_exact"), (), 1)
+    spec = Spec("quick", max_gradient_error=0.01, methods=("torch", "hilore_paper", "hilore_exact"))
     ours, papers = apart(spec)
     assert ours.methods == ("torch", "hilore_exact") and not ours.paper and ours.error == 0
     assert papers.methods == ("hilore_paper",) and papers.paper and papers.error == 0.01
     assert apart(ours) == [ours] and apart(papers) == [papers]
+
+
+def test_plans_with_whole_logits_have_an_engine_that_has_learnt_with_them() -> None:
+    spec = Spec("quick", methods=("torch+logits", "hilore_exact+logits", "hilore_exact", "hilore_exact+prune"))
+    plain, logits = apart(spec)
+    assert logits.methods == ("hilore_exact+logits",) and logits.learns_whole_logits
+    assert "hilore_exact+prune" in plain.methods and not plain.learns_whole_logits
+    assert apart(Spec("quick")) == [Spec("quick")]
+
+
+def test_what_suffixes_mean() -> None:
+    assert announces("hilore_exact+prune") and not runs_live_rows_only("hilore_exact+prune")
+    assert runs_live_rows_only("torch+prune") and runs_live_rows_only("hilore_exact+cut")
+    assert not runs_live_rows_only("torch+logits") and not announces("torch+prune")
+    assert like("torch", "best_k_layers+logits+cut") == Case("torch+logits+cut")
+    assert plainest(Case("best_k_layers+logits", "b", 1), 3) == Case("torch+logits")
+    assert actions(Case("none+cut"), 2) == "HH"
+    assert counted_share(Case("torch+prune"), TIMES) is None
+
+
+@pytest.mark.parametrize("method", ["torhc", "torch+logit", "torch+"])
+def test_an_unknown_method_or_suffix_is_named(method: str) -> None:
+    check_method("torch+logits+prune")
+    with pytest.raises(ValueError, match=r"hilore_exact.*\+logits"):
+        check_method(method)
+
+
+def test_a_budget_may_refer_to_whole_logits() -> None:
+    assert budget_bytes("1.10x+logits", 1000, 2000, 1600) == 1760
+    with pytest.raises(ValueError):
+        budget_bytes("1.10x+logits", 1000, 2000)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +181,7 @@ def test_updates_with_a_selective_policy_are_exact(tmp_path: Path) -> None:
 
 
 def _selective_updates(model: Path) -> tuple[dict[str, float], dict[str, list[float]]]:
-    bench = Bench("quick", False, "chunked", model, 3)
+    bench = Bench(Spec("quick", model=str(model), layers=3))
     bench.learn()
     exact = bench.gradients(NONE)
     errors = {}
@@ -176,12 +221,18 @@ def test_compressing_methods_are_calibrated_and_measured(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_the_whole_benchmark_on_a_tiny_model(tmp_path: Path) -> None:
-    found = run_benchmark(tmp_path, "--budgets", "phi=0,1.10x,unlimited")
-    assert {record["method"] for record in found} == set(METHODS) - set(LOSSY)
-    assert all(record["gradient_error"] < 1e-6 for record in found)
+    plain = set(METHODS) - set(LOSSY)
+    suffixed = {"torch+logits", "best_k_layers+logits", "hilore_exact+logits", "none+prune", "hilore_all_R+prune"}
+    suffixed |= {"hilore_exact+prune", "hilore_exact+cut"}
+    arguments = ("--methods", ",".join([*plain, *suffixed]), "--budgets", "phi=0,1.10x+logits,unlimited")
+    found = run_benchmark(tmp_path, *arguments, "--dead-rows", "0.5")
+    assert {record["method"] for record in found} == plain | suffixed
+    for record in found:  # other shapes of products, other last bits
+        assert record["gradient_error"] < (1e-5 if record["method"] in suffixed else 1e-6)
     exact = {r["budget"]: r for r in found if r["method"] == "hilore_exact"}
-    assert set(exact) == {"phi=0", "1.10x", "unlimited"}
+    assert set(exact) == {"phi=0", "1.10x+logits", "unlimited"}
     assert exact["unlimited"]["actions"] == {"H": 3}
+    assert exact["phi=0"]["budget_bytes"] < exact["1.10x+logits"]["budget_bytes"]
     selective = [r for r in found if r["method"] == "torch_sac"]
     assert len(selective) == 3
     for record in selective:  # on so small a model a policy may well save nothing

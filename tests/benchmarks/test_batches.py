@@ -1,11 +1,11 @@
-"""The microbatches of the benchmark of dead rows."""
+"""Microbatches with dead rows and short ones."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarks.dead_rows import SHORTEST, live_rows, with_dead_rows, with_lengths
+from benchmarks.batches import SHORTEST, live_rows, with_dead_rows, with_lengths
 from benchmarks.subject import PRESETS, Batch, sized
 
 
