@@ -16,10 +16,9 @@ from ds_hilore.recovery import recipes
 from ds_hilore.recovery.recipes import MIN_DERIVED_BYTES
 from ds_hilore.recovery.rules import RULES
 from ds_hilore.recovery.unit import RecoveryContext
+from tests.recovery.programs import SHAPE, Step, program, steps_of_programs
 from tests.recovery.scenes import Block, tensor, weights
 from tests.recovery.units import CPU, WAYS, H, R, Run, Scene, Units, assert_exact, gradients, same
-
-SHAPE = (4, 8, 64)
 
 
 class Weigh(torch.autograd.Function):
@@ -217,74 +216,10 @@ def test_a_slot_without_hope_is_looked_at_once() -> None:
 
 # -- whatever a unit computes --------------------------------------------------------------------------------------
 
-_UNARY: list[Callable[[Tensor], Tensor]] = [
-    F.silu,
-    F.gelu,
-    lambda x: F.gelu(x, approximate="tanh"),
-    torch.relu,
-    torch.sigmoid,
-    torch.tanh,
-    torch.sin,
-    lambda x: x * 0.5,
-    lambda x: -x,
-    lambda x: x.pow(2),
-    lambda x: x.to(torch.bfloat16).to(torch.float32),
-    lambda x: x.softmax(-1),
-    lambda x: F.layer_norm(x, (64,)),
-    lambda x: F.rms_norm(x, (64,), eps=1e-6),
-    lambda x: F.dropout(x, 0.1),
-    lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    lambda x: x.view(-1, 64).view(x.shape),
-    lambda x: torch.cat((x[..., 32:], -x[..., :32]), -1),
-    lambda x: x[:, :1].expand_as(x),
-    lambda x: x.flip(1).clone(),
-    lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
-]
-_BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
-    torch.mul,
-    torch.add,
-    torch.sub,
-    lambda x, y: x / (y.abs() + 1),
-    lambda x, y: torch.add(x, y, alpha=0.3),
-    lambda x, y: torch.where(y > 0, x, y),
-    lambda x, y: x.clone().mul_(y),
-    lambda x, y: x.clone().add_(y),
-]
-Step = tuple[int, int, int]
-
-
-def _edit(x: Tensor, y: Tensor) -> Tensor:
-    """In place on part of a fresh tensor: CopySlices in the graph."""
-    x = x.clone()
-    x[..., ::2].mul_(0.5)
-    x[:, 0] = y[:, 1]
-    return x
-
-
-def _program(steps: list[Step], outputs: list[int]) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of two tensors and a weight: each step appends a tensor made from earlier ones."""
-    binary = [*_BINARY, _edit]
-
-    def function(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        pool = [x, y]
-        for kind, first, second in steps:
-            a, b = pool[first % len(pool)], pool[second % len(pool)]
-            if kind < len(_UNARY):
-                pool.append(_UNARY[kind](a))
-            elif kind < len(_UNARY) + len(binary):
-                pool.append(binary[kind - len(_UNARY)](a, b))
-            elif kind % 2:
-                pool.append(a @ weight)
-            elif len(pool) > 2 and pool[-1] is not x and pool[-1] is not y and not pool[-1]._is_view():
-                pool[-1].mul_(0.7)  # in place on an intermediate: plain autograd may refuse it
-        return tuple(pool[index % len(pool)] for index in outputs)
-
-    return function
-
 
 @settings(max_examples=60, deadline=None)
 @given(
-    steps=st.lists(st.tuples(st.integers(0, 33), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9),
+    steps=steps_of_programs(most=9),
     outputs=st.lists(st.integers(0, 9), min_size=1, max_size=3),
     frozen=st.booleans(),
     unused=st.booleans(),
@@ -292,7 +227,7 @@ def _program(steps: list[Step], outputs: list[int]) -> Callable[..., tuple[Tenso
 def test_random_functions_have_the_plain_gradients(
     steps: list[Step], outputs: list[int], frozen: bool, unused: bool
 ) -> None:
-    function = _program(steps, outputs)
+    function = program(steps, outputs)
 
     def scene(run: Run, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         x, y = tensor(device, shape=SHAPE), tensor(device, 1, SHAPE)
