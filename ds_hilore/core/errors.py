@@ -39,6 +39,10 @@ class StateChanged(RecoveryError):
     """A tensor or parameter that backward needs was changed between forward and backward."""
 
 
+class OffloadError(RecoveryError):
+    """Saved state could not be copied to host memory or back. The update has to run again on all ranks."""
+
+
 class SpentError(RecoveryError):
     """State was asked for a second time after it was freed at its last use."""
 

@@ -37,6 +37,13 @@ class Value(Protocol):
         ...
 
 
+class HeldTensor(Value, Protocol):
+    """How an input may be held. `tensor`: what `get` gives, unchecked."""
+
+    @property
+    def tensor(self) -> Tensor: ...
+
+
 class Kept:
     """A tensor held as it is. Holds a detached alias: holding the tensor itself would hold the graph behind it."""
 
@@ -244,6 +251,38 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def substitute(handles: Iterable[Handle], instead: Callable[[Value], Value | None]) -> None:
+    """Puts other values in place of those that handles hold and recipes start from.
+
+    Args:
+        instead: what takes the place of a value, asked once for each use of it; None: it stays.
+    """
+    done: set[int] = set()
+    for handle in handles:
+        if handle.value is not None:
+            handle.value = _chosen(handle.value, instead, done)
+
+
+# Not a function inside of `substitute`: one that calls itself is a cycle, and would hold what it took away.
+def _chosen(value: Value, instead: Callable[[Value], Value | None], done: set[int]) -> Value:
+    other = instead(value)
+    if other is not None:
+        return other
+    if isinstance(value, Derived) and id(value) not in done:
+        done.add(id(value))
+        value.operands = tuple([_chosen(operand, instead, done) for operand in value.operands])
+    return value
+
+
+def sources(values: Iterable[Value | None]) -> Iterator[Value]:
+    """What the values are, or are derived from; one that serves several comes several times."""
+    for value in values:
+        if isinstance(value, Derived):
+            yield from sources(value.operands)
+        elif value is not None:
+            yield value
 
 
 def kept_tensors(values: Iterable[Value | None]) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_hilore.codecs.base import Codec, Payload
-from ds_hilore.recovery.bundle import Derived, Geometry, Handle, Kept, Value
+from ds_hilore.recovery.bundle import Geometry, Handle, Kept, Value, substitute
 
 
 class Packed:
@@ -160,18 +160,10 @@ def encode(handles: Sequence[Handle], found: Iterable[Shelf], codecs: Mapping[st
 
 
 def _put_in_place(handles: Iterable[Handle], replaced: Mapping[int, Encoded]) -> None:
-    done: set[int] = set()
-
-    def instead(value: Value) -> Value:
+    def instead(value: Value) -> Value | None:
         encoded = replaced.get(id(value))
         if encoded is not None:
             encoded.packed.uses += 1
-            return encoded
-        if isinstance(value, Derived) and id(value) not in done:
-            done.add(id(value))
-            value.operands = tuple([instead(operand) for operand in value.operands])
-        return value
+        return encoded
 
-    for handle in handles:
-        if handle.value is not None:
-            handle.value = instead(handle.value)
+    substitute(handles, instead)

@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ds_hilore.core.types import Shape
-from ds_hilore.recovery.bundle import Kept, parameter_of
+from ds_hilore.recovery.bundle import HeldTensor, Kept, parameter_of
 
 
 @dataclass
@@ -83,13 +83,31 @@ class UnitInputs:
         """Rows x length of the unit's first floating-point input, whose last dimension is its width; 0 x 0 where it
         has none. Rows of a two-dimensional input are the positions of one segment; a function that says `length_first`
         takes [length, rows, width]."""
+        hidden = self._hidden
+        if hidden is None:
+            return Shape(0, 0)
+        size = hidden.kept.tensor.shape
+        if getattr(self.function, "length_first", False) and len(size) == 3:
+            return Shape(size[1], size[0])
+        return Shape(size[:-2].numel(), size[-2])
+
+    @functools.cached_property
+    def _hidden(self) -> _Held | None:
         for leaf in self.leaves:
             if isinstance(leaf, _Held) and leaf.kept.tensor.is_floating_point() and leaf.kept.tensor.dim() >= 2:
-                size = leaf.kept.tensor.shape
-                if getattr(self.function, "length_first", False) and len(size) == 3:
-                    return Shape(size[1], size[0])
-                return Shape(size[:-2].numel(), size[-2])
-        return Shape(0, 0)
+                return leaf
+        return None
+
+    def hidden(self) -> Kept | None:
+        """What is kept of the unit's first floating-point input, where it has one and that is still as it came."""
+        hidden = self._hidden
+        return hidden.kept if hidden is not None and isinstance(hidden.kept, Kept) else None
+
+    def substitute(self, kept: Kept, other: HeldTensor) -> None:
+        """Holds the input that `kept` is in another way from now on."""
+        for leaf in self.leaves:
+            if isinstance(leaf, _Held) and leaf.kept is kept:
+                leaf.kept = other
 
     @property
     def tokens(self) -> int:
@@ -97,8 +115,8 @@ class UnitInputs:
         return self.shape.tokens
 
     def held(self) -> list[Tensor]:
-        """The tensors that are kept for a replay, as detached aliases."""
-        return [leaf.kept.tensor for leaf in self.leaves if isinstance(leaf, _Held)]
+        """The tensors that are kept for a replay, as detached aliases; of what was sent to host memory, the buffers."""
+        return [tensor for leaf in self.leaves if isinstance(leaf, _Held) for tensor in leaf.kept.held()]
 
     def tensor_at(self, leaf: int) -> Tensor | None:
         """The tensor that is kept for an argument leaf, as a detached alias; None for everything else."""
@@ -141,5 +159,5 @@ class _Held:
     __slots__ = ("kept", "requires_grad")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.kept = Kept(tensor, 0)
+        self.kept: HeldTensor = Kept(tensor, 0)
         self.requires_grad = tensor.requires_grad

@@ -32,15 +32,13 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_hilore.core.errors import UnsupportedError
-from ds_hilore.core.treatment import REPLAYED
-from ds_hilore.core.types import UnitId
 from ds_hilore.recovery.escapes import EscapeWatch
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.live import Borders, Cut, Extent, LiveChain
 from ds_hilore.recovery.parts import GradientSums, UnitPart, only_output
 from ds_hilore.recovery.roles import Assignment, PruneRefusal, Reason, UnitRoles, assign
 from ds_hilore.recovery.skipping import skipped
-from ds_hilore.recovery.unit import RecoveryContext, UnitCall, unit_scope
+from ds_hilore.recovery.unit import CallParts, RecoveryContext, UnitCall, unit_scope
 
 RolesOf = Callable[[nn.Module], UnitRoles | None]
 
@@ -103,7 +101,7 @@ class Pruning:
 
     def run(
         self,
-        make: tuple[RecoveryContext, UnitId, str, UnitInputs],
+        make: CallParts,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -113,10 +111,10 @@ class Pruning:
         Raises:
             UnsupportedError: something kept a tensor from within a unit that was proven to let none out.
         """
-        context, unit, unit_class, inputs = make
+        context, _, unit_class, _, inputs = make
         assignment = self._assign(context, unit_class, inputs)
         if assignment is None:
-            call = UnitCall(context, unit, unit_class, REPLAYED, inputs)
+            call = UnitCall(*make)
             return call, call.run(function, args, kwargs)
         assert inputs.module is not None
         named = self._trainable(inputs.module)
@@ -124,12 +122,12 @@ class Pruning:
         proof = self._proofs.get(key)
         if isinstance(proof, PruneProof):
             source = self._source(assignment, proof, named, inputs, key)
-            pruned = PrunedCall(context, unit, unit_class, inputs, source, self)
+            pruned = PrunedCall(make, source, self)
             result = pruned.attempt(function, args, kwargs)
             if not isinstance(result, PruneRefusal):
                 return pruned, result
             self._refuse(key, result)
-        call = UnitCall(context, unit, unit_class, REPLAYED, inputs)
+        call = UnitCall(*make)
         with EscapeWatch(inputs.module) as watch:
             result = call.run(function, args, kwargs)
         if proof is None:
@@ -244,14 +242,11 @@ class PrunedCall(UnitCall):
 
     def __init__(
         self,
-        context: RecoveryContext,
-        unit: UnitId,
-        unit_class: str,
-        inputs: UnitInputs,
+        make: CallParts,
         source: PruneSource,
         pruning: Pruning,
     ) -> None:
-        super().__init__(context, unit, unit_class, REPLAYED, inputs)
+        super().__init__(*make)
         self.source = source
         self.pruning = pruning
         self._output: Tensor | None = None
@@ -281,14 +276,16 @@ class PrunedCall(UnitCall):
                 "units of this class are pruned no more, run this update again"
             )
         self.inputs.tensors = []
-        return self._attached(hidden, output, result)
+        attached = self._attached(hidden, output, result)
+        self._ran()
+        return attached
 
     def _attached(self, hidden: Tensor, output: Tensor, result: Any) -> Any:
         self._output = output
         # Each parameter by a view of its own, the last delivered first: autograd runs the node that was made last, and
         # gradients reach the parameters one by one in the plain unit's order (P4).
         views = [parameter.expand_as(parameter) for parameter in reversed(self.source.parameters)]
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: _Hold(self), lambda hold: hold.call.hidden()):
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: _Hold(self), _unpack_hidden):
             attached: Tensor = _Pruned.apply(self, hidden, *views)
         leaves, spec = tree_flatten(result)
         return tree_unflatten([attached if leaf is output else leaf for leaf in leaves], spec)
@@ -355,6 +352,10 @@ class _Hold:
 
     def __init__(self, call: PrunedCall) -> None:
         self.call = call
+
+
+def _unpack_hidden(hold: _Hold) -> Tensor:
+    return hold.call.persist(hold.call.hidden)
 
 
 class _Pruned(torch.autograd.Function):

@@ -36,12 +36,13 @@ from ds_hilore.codecs.base import Codec
 from ds_hilore.codecs.registry import codec_named
 from ds_hilore.core.errors import RecoveryError, StateChanged
 from ds_hilore.core.treatment import REPLAYED, Treatment
-from ds_hilore.core.types import Action, UnitId
+from ds_hilore.core.types import Action, Place, UnitId
 from ds_hilore.recovery.bundle import Handle, ParameterRef, SlotMeta, Value, kept_tensors, storages
 from ds_hilore.recovery.deadwork import DeadWork, class_key
 from ds_hilore.recovery.encoded import Encodable, Shelf, Statistic, encode, shelves
 from ds_hilore.recovery.groups import groups_of, tensors_in
 from ds_hilore.recovery.inputs import UnitInputs
+from ds_hilore.recovery.offload import Offload, Parcel, call_back
 from ds_hilore.recovery.operators import OutputTape
 from ds_hilore.recovery.recipes import BundleBuilder, RecipeProofs
 from ds_hilore.recovery.replay import ReplaySource
@@ -59,6 +60,10 @@ _inside_unit: ContextVar[bool] = ContextVar("ds_hilore_inside_unit", default=Fal
 def inside_unit() -> bool:
     """Whether this thread is running a unit's forward or replay (rule R7)."""
     return _inside_unit.get()
+
+
+#: What a call of a unit is made from.
+CallParts = tuple["RecoveryContext", UnitId, str, Treatment, UnitInputs]
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class RecoveryContext:
     around_operator: Callable[[], AbstractContextManager[None]] = nullcontext  # around those whose outputs are kept
     encodable: Encodable = list  # picks of what can be encoded of a call; by default all
     rng_tracker: RngTracker | None = None
+    offload: Offload = field(default_factory=Offload)
+    newest: weakref.ref[UnitCall] | None = None  # call that was made last
     rereading: set[str] = field(default_factory=set)  # unit classes with nodes that unpack a slot more than once
     _facts: weakref.WeakKeyDictionary[torch.nn.Module, ModuleFacts] = field(default_factory=weakref.WeakKeyDictionary)
     _groups: dict[Hashable, dict[int, str]] = field(default_factory=dict)
@@ -159,6 +166,8 @@ class UnitCall:
         self._handles: list[weakref.ref[Handle]] = []
         self._recovered: list[Value | None] | None = None
         self._recovered_for = -1
+        self.parcels: weakref.WeakSet[Parcel] = weakref.WeakSet()  # what was sent, as long as it is held
+        self._before, context.newest = context.newest, weakref.ref(self)
 
     @property
     def action(self) -> Action:
@@ -183,11 +192,12 @@ class UnitCall:
                 result = function(*args, **kwargs)
             if self._builder is not None:
                 self._stored(result)
-            return result
         finally:
             self._builder = None
             self._version = self._facts.version()
             self.inputs.tensors = []  # the originals carry the graph behind them
+        self._ran()
+        return result
 
     def _pack(self, tensor: Tensor) -> Handle | ParameterRef:
         parameter = self.inputs.parameter_of(tensor)
@@ -220,6 +230,15 @@ class UnitCall:
     def _encode(self, shelved: list[Shelf], treatment: Treatment) -> None:
         self.statistics += encode(self._alive(), shelved, self.context.codecs_of(treatment))
 
+    def _ran(self) -> None:
+        """The forward is over: what can be looked up again is let go, what is to lie in host memory goes there (NOTE
+        [Offload rules] in offload.py)."""
+        sent: list[Parcel] = []
+        if self.treatment.place is Place.HOST:
+            sent = self.context.offload.send(self.surroundings.device, self._alive(), self.inputs)
+            self.parcels = weakref.WeakSet(sent)
+        self.context.offload.unit_ran(sent)
+
     def _alive(self) -> list[Handle]:
         return [handle for reference in self._handles if (handle := reference()) is not None]
 
@@ -227,8 +246,8 @@ class UnitCall:
 
     def compress(self, treatment: Treatment) -> None:
         """Store becomes compress (R4): encodes what `treatment` names in place of the originals. Stays stored, and
-        exact, where the groups of such a call are not known."""
-        shelved = self._shelves(None)
+        exact, where the groups of such a call are not known, or its state is not on the device."""
+        shelved = [] if self.treatment.place is Place.HOST else self._shelves(None)
         if shelved:
             self._encode(shelved, treatment)
             self.treatment = treatment
@@ -253,7 +272,20 @@ class UnitCall:
         routing = [] if self.routing is None else self.routing.choices
         return storages([*self.inputs.held(), *routing])
 
+    def host_storages(self) -> dict[int, int]:
+        """Bytes by storage address of what lies in host memory now, inputs included."""
+        return storages([parcel.tensor for parcel in self.parcels if parcel.host_bytes])
+
     # -- backward --------------------------------------------------------------------------------------------------
+
+    def come_to_use(self) -> None:
+        """Backward has come to this call: its state is called back from host memory, and the state of the call before
+        it, which comes next (O5)."""
+        self.used = True
+        before = None if self._before is None else self._before()
+        for call in (self, before):
+            if call is not None and call.parcels:
+                call_back(call.parcels)
 
     def recover(self, index: int) -> Value:
         """The value of a slot that was not kept; replays the unit at the first one."""
@@ -275,7 +307,8 @@ class UnitCall:
 
     def persist(self, work: Callable[[], Result]) -> Result:
         """`work()` of this call's backward, again where it failed for want of memory and some was freed (R10)."""
-        self.used = True
+        if not self.used:
+            self.come_to_use()
         self.context.at_work = self.unit
         while True:
             try:
@@ -345,7 +378,8 @@ def _unpack(held: Handle | ParameterRef) -> Tensor:
     if context.watch is not None:
         context.watch(call)
     call.check_generation()
-    call.used = True
+    if not call.used:
+        call.come_to_use()
     context.at_work = call.unit
     value = held.value
     while True:

@@ -182,6 +182,7 @@ class Controller:
                 self.learning.risk.pass_by(None)
 
     def end_forward(self) -> None:
+        self.context.offload.unit_ran()
         self._in_forward = False
         self._awaits_unit = False
 
@@ -204,8 +205,8 @@ class Controller:
         replay_only = self.parts.replay_only(module)
         treatment = REPLAYED if replay_only else batch.treatment(unit)
         if batch.prunes and treatment.action is Action.RECOMPUTE and not replay_only:
-            batch.treated[unit] = REPLAYED
-            call, result = self.pruner.run((self.context, unit, unit_class, inputs), function, args, kwargs)
+            treatment = batch.treated[unit] = Treatment(Action.RECOMPUTE, place=treatment.place)
+            call, result = self.pruner.run((self.context, unit, unit_class, treatment, inputs), function, args, kwargs)
             batch.calls.append(weakref.ref(call))
             return result
         batch.treated[unit] = treatment

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ds_hilore.core.errors import MemoryExhausted
-from ds_hilore.core.types import Action, Plan, UnitId
+from ds_hilore.core.types import Action, Place, Plan, UnitId
 from ds_hilore.memory.meter import PeakMeter
 from ds_hilore.memory.refused import refused_bytes
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall
@@ -130,7 +130,7 @@ class Guard:
         if asked is None:
             return False
         batch = self._batch()
-        others = [other for other in batch.alive() if other is not call and other.action is not Action.RECOMPUTE]
+        others = [other for other in batch.alive() if other is not call and _can_give_up(other)]
         if not others or batch.agreed is not None:  # other ranks would replay neither those nor this one again
             raise self._exhausted(call.unit, asked, error) from error
         wanted, freed = max(1, asked, 2 * self._freed), 0
@@ -217,7 +217,12 @@ def _dropped(before: Plan, after: Plan) -> tuple[UnitId, ...]:
     return tuple(unit for unit in kept if after.action_of(unit) is Action.RECOMPUTE)
 
 
+def _can_give_up(call: UnitCall) -> bool:
+    stored = call.action is not Action.RECOMPUTE
+    return stored and (call.treatment.place is Place.DEVICE or _own_bytes(call) > 0)
+
+
 def _own_bytes(call: UnitCall) -> int:
-    """What dropping a call frees, at most."""
-    inputs = call.input_storages()
-    return sum(size for address, size in call.held_storages().items() if address not in inputs)
+    """What dropping a call frees on the device, at most."""
+    stays = call.input_storages() | call.host_storages()
+    return sum(size for address, size in call.held_storages().items() if address not in stays)

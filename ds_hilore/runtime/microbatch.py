@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ds_hilore.core.treatment import REPLAYED, Treatment, treatment_of
-from ds_hilore.core.types import Action, Plan, Shape, UnitId
+from ds_hilore.core.types import Action, Place, Plan, Shape, UnitId
 from ds_hilore.planning.frontier import Prepared
 from ds_hilore.planning.paper import PaperPrepared
 from ds_hilore.profiling.measure import UnitFootprint
@@ -145,7 +145,7 @@ def footprints(calls: list[UnitCall]) -> list[UnitFootprint]:
     for call, held in zip(calls, inputs):
         input_bytes = _new_bytes(held, seen)
         stored = None
-        if call.action is Action.STORE:
+        if call.action is Action.STORE and call.treatment.place is Place.DEVICE:
             stored = input_bytes + _new_bytes(call.held_storages(), seen)
         found.append(UnitFootprint(call.unit, call.unit_class, call.shape, input_bytes, stored))
     return found

@@ -6,12 +6,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ds_hilore.core.types import UnitId
 from ds_hilore.profiling.pruned import PRUNE_BELOW, Pruned
-from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.prune import Pruning, RolesOf
 from ds_hilore.recovery.roles import PruneRefusal
-from ds_hilore.recovery.unit import RecoveryContext, UnitCall
+from ds_hilore.recovery.unit import CallParts, UnitCall
 from ds_hilore.runtime.microbatch import Microbatch
 from ds_hilore.runtime.update import MicrobatchFacts
 
@@ -62,7 +60,7 @@ class Pruner:
 
     def run(
         self,
-        make: tuple[RecoveryContext, UnitId, str, UnitInputs],
+        make: CallParts,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_hilore.core.errors import UsageError
-from ds_hilore.core.treatment import REPLAYED, STORED, Treatment
+from ds_hilore.core.treatment import INPUT_OFFLOADED, OFFLOADED, REPLAYED, STORED, Treatment
 from ds_hilore.core.types import Action
 
 
@@ -14,6 +14,8 @@ from ds_hilore.core.types import Action
     [
         STORED,
         REPLAYED,
+        OFFLOADED,
+        INPUT_OFFLOADED,
         Treatment(Action.RECOMPUTE, keeps=("attention",)),
         Treatment(Action.STORE, keeps=("attention",)),
         Treatment(Action.COMPRESS, codecs=(("mlp", "int8:64"),)),
@@ -25,7 +27,9 @@ def test_a_name_gives_its_treatment_again(treatment: Treatment) -> None:
     assert Treatment.parse(treatment.name) == treatment
 
 
-@pytest.mark.parametrize("name", ["", "X", "L", "L:", "L:mlp", "L:=bf16", "L:mlp=", "R:attention,,", "h"])
+@pytest.mark.parametrize(
+    "name", ["", "X", "L", "L:", "L:mlp", "L:=bf16", "L:mlp=", "R:attention,,", "h", "O:", "O:attention"]
+)
 def test_what_is_no_name_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="names no variant"):
         Treatment.parse(name)

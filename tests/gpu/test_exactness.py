@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_hilore.core.treatment import INPUT_OFFLOADED, OFFLOADED
 from ds_hilore.recovery.surroundings import Surroundings
 from tests import models
 from tests.recovery.plans import H, Host, R, differences
@@ -17,7 +18,14 @@ from tests.recovery.scenes import SCENES
 from tests.recovery.test_rules import CASES, RMS_NORM, saves
 from tests.recovery.units import WAYS, Scene, Units, assert_exact, gradients
 
-PLANS = {"all-R": (R,), "all-H": (H,), "mixed": (H, R), "mixed-other": (R, R, H)}
+PLANS = {
+    "all-R": (R,),
+    "all-H": (H,),
+    "mixed": (H, R),
+    "mixed-other": (R, R, H),
+    "all-O": (OFFLOADED,),
+    "inputs away": (INPUT_OFFLOADED,),
+}
 
 
 @pytest.mark.parametrize("name", SCENES)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_hilore.core.treatment import INPUT_OFFLOADED, OFFLOADED
 from ds_hilore.core.types import Action, Plan, UnitId
 from ds_hilore.objective.grpo import GRPOLossConfig
 from ds_hilore.profiling.clock import clock_for
@@ -117,7 +118,7 @@ def test_nothing_waits_once_everything_is_proven(device: torch.device, observed:
     controller = _controller(model, device)
     claim(controller)
     mixed = {UnitId("layers.0"): H, UnitId("layers.2"): H}
-    plans = (H, R, Plan(choice=dict.fromkeys(mixed, "H"), actions=mixed))
+    plans = (H, R, OFFLOADED, INPUT_OFFLOADED, Plan(choice=dict.fromkeys(mixed, "H"), actions=mixed))
     warm, other_shape = (Step(controller, model, device, shape) for shape in ((2, 24), (3, 17)))
     for plan in plans:
         controller.force(plan)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hilore.core.treatment import REPLAYED, Treatment
 from ds_hilore.core.types import UnitId
 from ds_hilore.integration.roles import decoder_layer_roles
 from ds_hilore.recovery.inputs import UnitInputs
@@ -23,13 +24,14 @@ class PruningHost(Host):
     """A model whose checkpointed calls are pruned where that is proven."""
 
     pruning: Pruning = field(default_factory=lambda: Pruning(decoder_layer_roles))
+    treatment: Treatment = REPLAYED
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if inside_unit():
             return function(*args, **kwargs)
         inputs = UnitInputs.capture(function, args, kwargs)
         unit = UnitId(f"unit.{len(self.calls)}")
-        make = (self.context, unit, type(inputs.module).__name__, inputs)
+        make = (self.context, unit, type(inputs.module).__name__, self.treatment, inputs)
         call, result = self.pruning.run(make, function, args, kwargs)
         self.calls.append(call)
         return result

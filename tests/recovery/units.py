@@ -9,14 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hilore.core.treatment import Treatment
+from ds_hilore.core.treatment import INPUT_OFFLOADED, OFFLOADED, Treatment
 from ds_hilore.core.types import Action, UnitId
 from ds_hilore.recovery.inputs import UnitInputs
 from ds_hilore.recovery.unit import RecoveryContext, UnitCall, inside_unit
 
 H, R = Action.STORE, Action.RECOMPUTE
-#: (name, action in forward, dropped after forward)
-WAYS = (("stored", H, False), ("replayed", R, False), ("stored, then dropped", H, True))
+#: (name, what is done in forward, dropped after forward)
+WAYS: tuple[tuple[str, Action | Treatment, bool], ...] = (
+    ("stored", H, False),
+    ("replayed", R, False),
+    ("stored, then dropped", H, True),
+    ("offloaded", OFFLOADED, False),
+    ("replayed from offloaded inputs", INPUT_OFFLOADED, False),
+    ("offloaded, then dropped", OFFLOADED, True),
+)
 #: Calls a function with its arguments: plainly, or as a unit.
 Run = Callable[..., Any]
 #: Builds everything from fixed seeds, calls `run` for what is a unit, gives the loss and the leaves to differentiate.
