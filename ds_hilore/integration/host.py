@@ -21,6 +21,7 @@ from ds_hilore.integration.gradient_checks import GradientChecks
 from ds_hilore.integration.gradient_norm import engine_gradient_norm, local_gradient_norm
 from ds_hilore.integration.gradient_scale import EngineScale
 from ds_hilore.integration.method_patch import applied
+from ds_hilore.integration.peft import input_embedding
 from ds_hilore.integration.refusals import refuse_compile, refuse_compiled_model, refuse_no_sync
 from ds_hilore.integration.reset import reset_update
 from ds_hilore.integration.run_log import RunLog
@@ -53,6 +54,7 @@ class AttachedHost:
     selfcheck: SelfCheck | None = None
     carried: CarriedState | None = None
     said_idle: bool = False
+    met_update: int = -1  # the newest update in which ranks have met before a microbatch
 
     def apply(self) -> None:
         """Changes the model, DeepSpeed's checkpoint function and the engine; all or nothing."""
@@ -81,6 +83,10 @@ class AttachedHost:
         apply_wrapping(self.units.wrapped)
         if self.controller.parts.techniques.derived_state:
             self._stack.callback(undo_gated_mlps, apply_gated_mlps(self.units.modules))
+            embedding = input_embedding(self.engine.module)
+            listening = None if embedding is None else self.controller.context.lookups.listen(embedding)
+            if listening is not None:
+                self._stack.callback(listening.remove)
 
     def _change_engine(self) -> None:
         self._wrap("forward", "backward", "allreduce_gradients", "step", "no_sync", "compile")
@@ -209,8 +215,10 @@ class AttachedHost:
         """Before the first collective of a microbatch that a rank could wait for in vain (design fact 16)."""
         if self.plane.world_size == 1 or not self.controller.starts_microbatch:
             return
-        first = self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0
+        # Not by the engine's micro_steps: accelerate steps once per update, so there they count updates.
+        first = self.met_update != self.controller.update
         if first or self.engine.zero_optimization_stage() >= 2:
+            self.met_update = self.controller.update
             progress = self.controller.progress() | {"micro_steps": self.engine.micro_steps}
             self.plane.agree("microbatch", progress, _SAME_PLACE)
 
@@ -251,6 +259,7 @@ class AttachedHost:
         if self.selfcheck is not None:
             self.selfcheck.abort(error)
         reset_update(self.engine)
+        self.met_update = -1
         self.log.restart()
         self.plane.update_restarts()
         if exhausted is not None:

@@ -14,7 +14,7 @@ from torch import nn
 
 def feeds_from_frozen_embedding(model: nn.Module) -> bool:
     """Whether the first unit's input carries no gradient: a frozen input embedding under adapters."""
-    embedding = _input_embedding(model)
+    embedding = input_embedding(model)
     return embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters())
 
 
@@ -33,7 +33,8 @@ def let_embedding_outputs_require_grad(model: nn.Module) -> bool:
     return True
 
 
-def _input_embedding(model: nn.Module) -> nn.Module | None:
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """What the model looks its token ids up with, as `get_input_embeddings` names it; None where it does not."""
     getter: Any = getattr(model, "get_input_embeddings", None)
     if getter is None:
         return None

@@ -42,6 +42,7 @@ from ds_hilore.recovery.deadwork import DeadWork, class_key
 from ds_hilore.recovery.encoded import Encodable, Shelf, Statistic, encode, shelves
 from ds_hilore.recovery.groups import groups_of, tensors_in
 from ds_hilore.recovery.inputs import UnitInputs
+from ds_hilore.recovery.lookup import Lookups
 from ds_hilore.recovery.offload import Offload, Parcel, call_back
 from ds_hilore.recovery.operators import OutputTape
 from ds_hilore.recovery.recipes import BundleBuilder, RecipeProofs
@@ -97,6 +98,7 @@ class RecoveryContext:
     around_operator: Callable[[], AbstractContextManager[None]] = nullcontext  # around those whose outputs are kept
     encodable: Encodable = list  # picks of what can be encoded of a call; by default all
     rng_tracker: RngTracker | None = None
+    lookups: Lookups = field(default_factory=Lookups)
     offload: Offload = field(default_factory=Offload)
     newest: weakref.ref[UnitCall] | None = None  # call that was made last
     rereading: set[str] = field(default_factory=set)  # unit classes with nodes that unpack a slot more than once
@@ -233,6 +235,7 @@ class UnitCall:
     def _ran(self) -> None:
         """The forward is over: what can be looked up again is let go, what is to lie in host memory goes there (NOTE
         [Offload rules] in offload.py)."""
+        self.context.lookups.replace(self._alive(), self.inputs)
         sent: list[Parcel] = []
         if self.treatment.place is Place.HOST:
             sent = self.context.offload.send(self.surroundings.device, self._alive(), self.inputs)
