@@ -27,7 +27,7 @@ _IN_CODE = (
     Limit("Tensor parallelism (an mpu) with ZeRO-3, compression or split unit inputs", "ZeRO-0, 1 or 2; exact actions"),
     Limit("Megatron-Core: context, expert, pipeline parallelism, fp8, distribute_saved_activations", "leave them out"),
     Limit("Pruning in a pipeline, and going on after an exception in train_batch", "a restart from a checkpoint"),
-    Limit("Pruning of units with a router, dropout or cu_seqlens", "none needed: they are replayed whole"),
+    Limit("Pruning of units with a router or dropout", "none needed: they are replayed whole"),
     Limit("no_sync on ZeRO-2 and ZeRO-3", "gradient_accumulation_steps"),
     Limit("A second backward over one forward", "retain_graph=True in the first"),
 )

@@ -1,8 +1,8 @@
 """Roles of the arguments of transformers' decoder layers, for pruning (recovery/roles.py).
 
-Names are those that layers of transformers 5 share. A layer with any other tensor among its arguments (lengths of
-packed flash attention, encoder states, caches) is not pruned for that call; whether it is causal, and whether its rows
-stand for themselves, is not declared but proven in the running job.
+Names are those that layers of transformers 5 share. A layer with any other tensor among its arguments (encoder states,
+caches) is not pruned for that call. Whether it is causal, and whether its rows stand for themselves, is not declared
+but proven in the running job.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ _ARGUMENTS: Mapping[str, Role] = {
     "position_embeddings_global": Role.POSITIONS,
     "position_embeddings_local": Role.POSITIONS,
     "cache_position": Role.INDEX,
+    "cu_seq_lens_q": Role.STARTS,
+    "cu_seq_lens_k": Role.STARTS,
+    "max_length_q": Role.LIMIT,
+    "max_length_k": Role.LIMIT,
     "cache": Role.SETTING,
     "past_key_value": Role.SETTING,
     "past_key_values": Role.SETTING,

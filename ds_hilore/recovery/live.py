@@ -28,8 +28,6 @@ from torch import Tensor
 #: accelerator are launched one by one, so there more positions are worth a launch.
 GROUP_COST = {"cpu": 16}
 GROUP_COST_ACCELERATOR = 256
-
-
 #: Windows are lengthened to a multiple of this: kernels like even shapes.
 ROUND = 8
 #: The most positions, as a share of all, that run at once where a replay's own state sets the peak (`lean`). That state
@@ -115,6 +113,15 @@ class Borders:
         flags = torch.stack(found)
         flags[:, 0] = True
         return cls(flags.expand(rows, length))
+
+    @classmethod
+    def of_starts(cls, starts: Tensor, rows: int, length: int) -> Borders:
+        """Reads where segments begin in all rows laid end to end, [n + 1] with the end of the last. Does not wait."""
+        flags = torch.zeros(rows * length + 1, dtype=torch.bool, device=starts.device)
+        flags[starts.long()] = True
+        flags = flags[:-1].view(rows, length)
+        flags[:, 0] = True
+        return cls(flags)
 
     @classmethod
     def none(cls, rows: int, length: int) -> Borders:
@@ -224,6 +231,20 @@ class Cut:
                 for row, begin in zip(self._rows, self._begin, strict=True)
             ]
         )
+
+    def pick_starts(self, starts: Tensor) -> Tensor:
+        """[m + 1] of this group's windows, from starts [n + 1] of all rows. What a window holds besides its segment is
+        divided too, so that nothing is longer than the longest segment."""
+        if self.whole:
+            return starts
+        most = max(segment.length for segment in self.segments)
+        found: list[int] = []
+        for window, (segment, begin) in enumerate(zip(self.segments, self._begin, strict=True)):
+            before, after = segment.start - begin, segment.stop - begin
+            places = [*range(0, before, most), before, *range(after, self.length, most)]
+            found += [window * self.length + place for place in places]
+        found.append(len(self.segments) * self.length)
+        return self._to_device(torch.tensor(found, dtype=starts.dtype))
 
     def pick_gradient(self, gradient: Tensor) -> Tensor:
         """[k, L, H] of the gradient at the unit's output [B, T, H], zero outside of the segments."""

@@ -58,7 +58,7 @@ class PruneProof:
     order: tuple[str, ...]
 
 
-ProofKey = tuple[str, tuple[bool, bool], tuple[str, ...]]
+ProofKey = tuple[str, tuple[bool, ...], tuple[str, ...]]
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Pruning:
         self._roles = roles
         self._report = report
         self._proofs: dict[ProofKey, PruneProof | PruneRefusal] = {}
-        self._borders: list[tuple[Tensor, int, Borders]] = []  # of the masks of the microbatch in hand
+        self._borders: list[tuple[Tensor, int, Borders]] = []  # of the masks, or starts, of the microbatch in hand
         self._whole_rows: dict[tuple[int, int], Borders] = {}
         self._parameters: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, Parameter]]]
         self._parameters = weakref.WeakKeyDictionary()
@@ -173,14 +173,17 @@ class Pruning:
         return PruneSource(assignment, proof, borders, [named[name] for name in proof.order], key)
 
     def _borders_of(self, assignment: Assignment, inputs: UnitInputs) -> Borders:
-        mask = None if assignment.mask is None or assignment.aligned else inputs.tensor_at(assignment.mask)
+        divided = assignment.starts is not None
+        leaf = assignment.starts if divided else assignment.mask
+        told = None if leaf is None or assignment.aligned else inputs.tensor_at(leaf)
         for known, version, borders in self._borders:
-            if mask is not None and _same_tensor(known, mask) and mask._version == version:
+            if told is not None and _same_tensor(known, told) and told._version == version:
                 return borders
-        if mask is None:
+        if told is None:
             return self.whole_rows(assignment)
-        borders = Borders.of_mask(mask, assignment.rows)
-        self._borders.append((mask, mask._version, borders))
+        rows, length = assignment.rows, assignment.length
+        borders = Borders.of_starts(told, rows, length) if divided else Borders.of_mask(told, rows)
+        self._borders.append((told, told._version, borders))
         return borders
 
     def whole_rows(self, assignment: Assignment) -> Borders:

@@ -27,6 +27,8 @@ class Role(Enum):
     MASK = "mask"  # attention mask: [B or 1, heads or 1, T, T], or [B, T]
     POSITIONS = "positions"  # [B or 1, T, ...]: position ids, rotary tables
     INDEX = "index"  # [T]: positions without rows
+    STARTS = "starts"  # [n + 1]: where segments begin in all rows laid end to end (cu_seqlens), and where the last ends
+    LIMIT = "limit"  # a number, or a tensor [] of one: no segment is longer
     SETTING = "setting"  # no tensor: flags, absent caches
 
 
@@ -71,11 +73,14 @@ class Assignment:
     rows: int
     length: int
     mask: int | None = None  # leaf of the attention mask [.., .., T, T]
+    starts: int | None = None  # leaf of the starts of segments
 
     @property
-    def layout(self) -> tuple[bool, bool]:
-        """What proofs are made for: whether there is a mask of queries and keys, and whether any other mask."""
-        return self.mask is not None, self.mask is None and Role.MASK in self.roles.values()
+    def layout(self) -> tuple[bool, bool, bool]:
+        """What proofs are made for: whether there is a mask of queries and keys, whether any other mask, and whether
+        starts of segments."""
+        others = self.mask is None and Role.MASK in self.roles.values()
+        return self.mask is not None, others, self.starts is not None
 
     @property
     def aligned(self) -> bool:
@@ -89,6 +94,10 @@ class Assignment:
     def cut(self, leaf: int, tensor: Tensor, cut: Cut) -> Tensor:
         """The part of one argument tensor that belongs to a group."""
         role = self.roles[leaf]
+        if role is Role.LIMIT:
+            return tensor
+        if role is Role.STARTS:
+            return cut.pick_starts(tensor)
         if role is Role.INDEX:
             return cut.pick_index(tensor)
         if role is Role.MASK and tensor.dim() == 4:
@@ -132,7 +141,7 @@ def _checked(inputs: UnitInputs, roles: Mapping[int, Role], hidden: int) -> Assi
     if states.dim() != 3 or not states.is_floating_point():
         return PruneRefusal(Reason.LAYOUT, f"hidden states of shape {tuple(states.shape)}")
     rows, length = states.shape[:2]
-    mask = None
+    mask = starts = None
     for leaf, role in roles.items():
         tensor = inputs.tensor_at(leaf)
         assert tensor is not None
@@ -144,12 +153,25 @@ def _checked(inputs: UnitInputs, roles: Mapping[int, Role], hidden: int) -> Assi
             if mask is not None:
                 return PruneRefusal(Reason.LAYOUT, "two attention masks")
             mask = leaf
-    return Assignment(roles, hidden, rows, length, mask)
+        if role is Role.STARTS:
+            if starts is not None and _shape_at(inputs, starts) != tensor.shape:
+                return PruneRefusal(Reason.LAYOUT, "two divisions into segments")  # queries and keys have the same
+            starts = leaf
+    return Assignment(roles, hidden, rows, length, mask, starts)
+
+
+def _shape_at(inputs: UnitInputs, leaf: int) -> torch.Size | None:
+    tensor = inputs.tensor_at(leaf)
+    return None if tensor is None else tensor.shape
 
 
 def _fits(shape: torch.Size, role: Role, rows: int, length: int) -> bool:
     if role is Role.INDEX:
         return tuple(shape) == (length,)
+    if role is Role.STARTS:
+        return len(shape) == 1 and shape[0] > 1
+    if role is Role.LIMIT:
+        return not shape
     if role is Role.MASK and len(shape) == 4:
         return shape[0] in (1, rows) and tuple(shape[2:]) == (length, length)
     if role is Role.MASK:
