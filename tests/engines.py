@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,6 +58,23 @@ def gradients(engine: Any) -> dict[str, Tensor]:
             gradient = safe_get_full_grad(parameter) if staged else parameter.grad
             found[name] = torch.zeros(1) if gradient is None else gradient.detach().clone().float()
     return found
+
+
+@contextmanager
+def before_each_step(engine: Any) -> Iterator[list[dict[str, Tensor]]]:
+    """Inside, `gradients` of every update, noted before each step: for hosts that call `step` themselves."""
+    found: list[dict[str, Tensor]] = []
+    step = engine._take_model_step
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        found.append(gradients(engine))
+        return step(*args, **kwargs)
+
+    engine._take_model_step = noting
+    try:
+        yield found
+    finally:
+        del engine._take_model_step
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

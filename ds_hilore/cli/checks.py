@@ -127,17 +127,6 @@ def check_model(model: nn.Module, config: HiLoReConfig, zero_stage: int) -> list
     return found
 
 
-def check_engine(engine: Any, units: list[nn.Module]) -> list[Finding]:
-    """An engine that was made by somebody else: ZeRO-3 units that are no leaves, `engine.compile()`."""
-    from ds_hilore.integration.refusals import refuse_engine
-
-    try:
-        refuse_engine(engine, units)
-    except UnsupportedError as error:
-        return _refused_objects(error, "engine")
-    return []
-
-
 def _refused_objects(error: UnsupportedError, where: str) -> list[Finding]:
     """Lines of integration/refusals.py: "what: way out"."""
     parts = [line.strip().rpartition(": ") for line in str(error).splitlines()[1:]]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ds_hilore.cli.checks import check_engine, check_json, check_model
+from ds_hilore.cli.checks import check_json, check_model
 from ds_hilore.cli.findings import Finding, Severity
 from ds_hilore.cli.main import main
 from ds_hilore.core.config import HiLoReConfig
@@ -102,18 +101,6 @@ def test_faults_of_a_model() -> None:
     compiled.compile()
     found = only(check_model(compiled, NAMED, 2))
     assert "torch.compile" in found.what and "inside a decoder layer" in found.remedy
-
-
-def test_faults_of_an_engine() -> None:
-    model = layers()
-    engine = SimpleNamespace(module=model, zero_optimization_stage=lambda: 3, is_compiled=False)
-    found = only(check_engine(engine, list(model.layers)))
-    assert "made without us" in found.what and "ds_hilore.install()" in found.remedy
-    for unit in model.layers:
-        unit._z3_leaf = True
-    assert check_engine(engine, list(model.layers)) == []
-    engine.is_compiled = True
-    assert "leave it out" in only(check_engine(engine, list(model.layers))).remedy
 
 
 def test_the_command_says_it_to_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

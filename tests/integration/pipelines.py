@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ds_hilore
-from tests.engines import gradients
+from tests.engines import before_each_step
 
 VOCAB, WIDTH = 64, 32
 
@@ -106,20 +106,10 @@ def data(number: int, replica: int, rows: int = 2, tokens: int = 16) -> Iterator
 
 def update(engine: Any, number: int, **shape: int) -> tuple[dict[str, Tensor], float]:
     """One `train_batch`: this stage's reduced gradients just before the step, and the loss."""
-    found: dict[str, Tensor] = {}
-    step = engine._take_model_step
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        found.update(gradients(engine))
-        return step(*args, **kwargs)
-
-    engine._take_model_step = noting
-    try:
+    with before_each_step(engine) as found:
         torch.manual_seed(number)
         value = engine.train_batch(data(number, engine.grid.get_data_parallel_id(), **shape))
-    finally:
-        del engine._take_model_step
-    return found, float(value)
+    return found[0], float(value)
 
 
 def facts(engine: Any) -> dict[str, Any]:

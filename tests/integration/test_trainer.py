@@ -1,4 +1,4 @@
-"""transformers' Trainer with the block: what it logs stays; coefficients of its plain loss; settings of launchers."""
+"""transformers' Trainer with the block: gradients and logs stay; coefficients of its plain loss; what launchers set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from torch import Tensor
 import ds_hilore
 from ds_hilore.core.types import Action
 from ds_hilore.runtime.update import Source
+from tests.engines import before_each_step, difference
 from tests.integration import trl_runs
 from tests.models import VOCAB, llama, lora
 from tests.ranks import RankPool
 
 HERE = "tests.integration.test_trainer"
 TOKENS = 24
-UPDATES = 4
+UPDATES = 10
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -71,46 +72,85 @@ def make_trainer(folder: str, deepspeed: Any, kind: Any = None, model: Any = Non
     return (kind or Trainer)(model=model or lora(llama()), args=settings, train_dataset=Rows())
 
 
-# ------------------------------------------------------------------------------------------------ losses and norms
+# ------------------------------------------------------------------------------------------------ gradients and logs
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "ZeRO-2": (2, {}),
-    "ZeRO-3, not asked to checkpoint": (3, {"gradient_checkpointing": False}),
-}
+#: ZeRO stage, and whether the script asks for checkpointing: under the block that makes no difference.
+CASES = {"ZeRO-2": (2, True), "ZeRO-3, not asked to checkpoint": (3, False)}
+BLOCK = {"memory_budget": ["1.0x", "1000x"], "prune_zero_exposure": False}
+
+
+def watch(trainer: Any) -> Any:
+    """Notes the reduced gradients of every update in `gradients`, and lets plans be solved between updates."""
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        def __init__(self) -> None:
+            self.gradients: list[dict[str, Tensor]] = []
+            self._stack = ExitStack()
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.gradients = self._stack.enter_context(before_each_step(trainer.model_wrapped))
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            controller = getattr(trainer.model_wrapped, "hilore", None)
+            if controller is not None:
+                controller.parts.planner.wait(60)
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self._stack.close()
+
+    watching = Watch()
+    trainer.add_callback(watching)
+    return watching
 
 
 def trained(folder: str, case: str, block: dict[str, Any] | None) -> dict[str, Any]:
+    """Ten updates; without the block, of a model that checkpoints nothing."""
     ds_hilore.install()
-    stage, arguments = CASES[case]
-    trainer = make_trainer(folder, trl_runs.ds_json(stage, block), **arguments)
+    stage, checkpoints = CASES[case]
+    trainer = make_trainer(
+        folder,
+        trl_runs.ds_json(stage, block),
+        gradient_checkpointing=block is not None and checkpoints,
+        learning_rate=1e-4,
+    )
+    watching = watch(trainer)
     trainer.train()
     controller = getattr(trainer.model_wrapped, "hilore", None)
     steps = [log for log in trainer.state.log_history if "grad_norm" in log]
     return {
+        "gradients": watching.gradients,
         "logged": trl_runs.logged(trainer),
         "metrics": [{name: log[name] for name in log if name.startswith("hilore/")} for log in steps],
         "elsewhere": [
             name for log in trainer.state.log_history if log not in steps for name in log if "hilore" in name
         ],
-        "stored": None if controller is None else controller.plan.count(Action.STORE),
+        "stored": None if controller is None else list(controller.microbatch.ran.values()).count(Action.STORE),
         "announced": controller is not None and controller.microbatch.facts is not None,
     }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_norms_are_those_of_the_trainer_alone(ranks: RankPool, tmp_path: Path, case: str) -> None:
+def test_gradients_and_logs_are_those_of_the_trainer_without_checkpointing(
+    ranks: RankPool, tmp_path: Path, case: str
+) -> None:
     alone = ranks.run(f"{HERE}:trained", folder=str(tmp_path), case=case, block=None)
-    ours = ranks.run(f"{HERE}:trained", folder=str(tmp_path), case=case, block={"prune_zero_exposure": False})
-    for rank in range(2):
-        assert (alone[rank]["stored"], ours[rank]["stored"], ours[rank]["announced"]) == (None, 3, True)
-        assert len(ours[rank]["logged"]) == UPDATES
-        for step, plain in zip(ours[rank]["logged"], alone[rank]["logged"], strict=True):
-            assert set(step) == set(plain)
-            assert all(math.isclose(step[name], plain[name], rel_tol=1e-6) for name in plain), (step, plain)
-        metrics = ours[rank]["metrics"]
+    ours = ranks.run(f"{HERE}:trained", folder=str(tmp_path), case=case, block=BLOCK)
+    for seen, plain in zip(ours, alone, strict=True):
+        assert (plain["stored"], seen["announced"]) == (None, True)
+        assert len(seen["gradients"]) == len(plain["gradients"]) == UPDATES
+        for found, expected in zip(seen["gradients"], plain["gradients"], strict=True):
+            assert difference(found, expected) < 1e-6
+            assert any(value.abs().sum() > 0 for value in expected.values())
+        for step, expected in zip(seen["logged"], plain["logged"], strict=True):
+            assert set(step) == set(expected)
+            assert all(math.isclose(step[name], expected[name], rel_tol=1e-6) for name in expected), (step, expected)
+        metrics = seen["metrics"]
         assert [step["hilore/stored_units"] + step["hilore/replayed_units"] for step in metrics] == [3] * UPDATES
-        assert metrics[-1]["hilore/stored_units"] == 3 and metrics[-1]["hilore/budget_bytes"] > 0
-        assert not any(alone[rank]["metrics"]) and ours[rank]["elsewhere"] == []
+        assert metrics[-1]["hilore/stored_units"] == seen["stored"] and metrics[-1]["hilore/budget_bytes"] > 0
+        assert not any(plain["metrics"]) and seen["elsewhere"] == []
+    tight, roomy = ours  # every rank plans for itself
+    assert tight["stored"] < roomy["stored"] == 3
 
 
 # ------------------------------------------------------------------------------------------------ coefficients
