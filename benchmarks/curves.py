@@ -25,7 +25,7 @@ from benchmarks.claims import judged
 from benchmarks.claims import table as claims_table
 from benchmarks.curve_plot import draw
 from benchmarks.curve_rows import Row, read_rows, replaced, write_rows
-from benchmarks.methods import PLAIN_METHODS, TUNED_METHODS
+from benchmarks.methods import PLAIN_METHODS, TUNED_METHODS, base_of
 from benchmarks.records import table
 from benchmarks.spec import Spec
 from benchmarks.subject import PRESETS, SWEEP
@@ -74,12 +74,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-def specs(families: list[str], like: Spec, budgets: tuple[str, ...] | None) -> dict[str, Spec]:
+def specs(families: list[str], like: Spec) -> dict[str, Spec]:
     """What to measure for each family.
 
     Args:
-        like: gives all that families do not decide.
-        budgets: in place of a family's own.
+        like: gives all that families do not decide; its budgets, where it has any, are taken in place of a family's
+            own, and of a family's methods only those that it has too (without suffixes), where it has any.
     """
     return {
         name: Spec(
@@ -89,12 +89,16 @@ def specs(families: list[str], like: Spec, budgets: tuple[str, ...] | None) -> d
             rows=like.rows,
             dead_rows=FAMILIES[name].dead_rows,
             threads=like.threads,
-            methods=FAMILIES[name].methods,
-            budgets=budgets or FAMILIES[name].budgets(like.preset),
+            methods=tuple(m for m in FAMILIES[name].methods if not like.methods or base_of(m) in like.methods),
+            budgets=like.budgets or FAMILIES[name].budgets(like.preset),
             turns=like.turns,
         )
         for name in families
     }
+
+
+def _listed(written: str | None) -> tuple[str, ...]:
+    return () if written is None else tuple(written.split(","))
 
 
 def main() -> None:
@@ -102,6 +106,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="quick")
     parser.add_argument("--out", type=Path, required=True, help="folder for PRESET.csv and PRESET.png")
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--methods", help=f"comma-separated, of {', '.join(_COMPARED)}; none and torch always run")
     parser.add_argument("--budgets", help="comma-separated, in place of each family's own")
     parser.add_argument("--turns", type=int, help="updates per method")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
@@ -109,6 +114,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rows", type=int)
     arguments = parser.parse_args()
+    if unknown := sorted(set(_listed(arguments.methods)) - set(_COMPARED)):
+        parser.error(f"--methods: {', '.join(unknown)} not known here; known: {', '.join(_COMPARED)}")
     preset = PRESETS[arguments.preset]
     like = Spec(
         preset=arguments.preset,
@@ -116,14 +123,15 @@ def main() -> None:
         layers=arguments.layers,
         rows=arguments.rows,
         threads=arguments.threads,
+        methods=_listed(arguments.methods),
+        budgets=_listed(arguments.budgets),
         turns=arguments.turns or preset.turns,
     )
-    budgets = None if arguments.budgets is None else tuple(arguments.budgets.split(","))
     arguments.out.mkdir(parents=True, exist_ok=True)
     csv_file = arguments.out / f"{arguments.preset}.csv"
     rows = read_rows(csv_file) if csv_file.exists() else []
     console = Console(width=160)
-    for family, spec in specs(arguments.families, like, budgets).items():
+    for family, spec in specs(arguments.families, like).items():
         found = measured(spec)
         console.print(table(found, f"{arguments.preset}, {FAMILIES[family].title}, {spec.turns} turns"))
         rows = replaced(rows, [Row(family, record) for record in found])

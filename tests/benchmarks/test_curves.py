@@ -42,12 +42,28 @@ def test_a_family_takes_the_place_of_its_earlier_rows_only() -> None:
 
 @pytest.mark.parametrize("preset, least", [("quick", 8), ("full", 3), ("gpu", 3)])
 def test_every_family_can_be_measured(preset: str, least: int) -> None:
-    for name, spec in specs(list(FAMILIES), Spec(preset, threads=2, turns=5), None).items():
+    for name, spec in specs(list(FAMILIES), Spec(preset, threads=2, turns=5)).items():
         assert len(set(spec.budgets)) == len(spec.budgets) >= least
         assert all(budget_bytes(written, 1000, 2000, 1500) >= 1000 for written in spec.budgets)
         for method in spec.methods:
             check_method(method)
         assert (spec.dead_rows > 0) is (name == "prune") and (spec.preset, spec.turns) == (preset, 5)
+
+
+def test_methods_and_budgets_may_be_fewer() -> None:
+    few = Spec("full", methods=("best_k_layers", "hilore_exact"), budgets=("1.10x",))
+    found = specs(["plain", "prune"], few)
+    assert found["plain"].methods == few.methods and found["prune"].budgets == few.budgets
+    assert found["prune"].methods == ("best_k_layers+prune", "hilore_exact+prune", "hilore_exact+cut")
+
+
+def test_a_method_that_is_not_compared_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["curves", "--out", str(tmp_path / "results"), "--methods", "best_k,torch"])
+    with pytest.raises(SystemExit, match="2"):
+        curves.main()
+    assert "best_k not known" in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
 def test_what_breaks_its_budget_has_no_place_on_a_curve() -> None:
