@@ -70,11 +70,16 @@ def gpt(
 
 def gpt_loss(engine: Any, seed: int, rows: int = 2, length: int = 16) -> Tensor:
     """Of one microbatch, the same on all tensor-parallel ranks."""
+    return gpt_losses(engine, seed, rows, length).mean()
+
+
+def gpt_losses(engine: Any, seed: int, rows: int = 2, length: int = 16) -> Tensor:
+    """[rows, length]: of every token, from the vocabulary's shards."""
     ids = tokens(seed, rows, length)
     positions = torch.arange(length).expand(rows, -1)
     future = torch.ones(length, length).triu(1).bool()[None, None]
     losses: Tensor = engine(ids, positions, future, labels=ids)
-    return losses.mean()
+    return losses
 
 
 def tokens(seed: int, rows: int, length: int) -> Tensor:

@@ -218,6 +218,26 @@ def test_agreeing_is_one_small_all_reduce_per_microbatch(unequal: list[dict[str,
     assert "with ranks [0, 1]" in unequal[0]["said"][0]
 
 
+def told() -> dict[str, Tensor]:
+    """Weights of every token, and the coefficients that are read of their log-probabilities."""
+    import ds_hilore
+    from tests.megatron import gpt_losses
+
+    made = core_engine(2, config(1) | {"hilore": BLOCK}, {})
+    logps = ds_hilore.observe_logps(-gpt_losses(made, 0))
+    weights = torch.linspace(-1, 1, logps.numel()).reshape(logps.shape)
+    made.backward((weights * logps).sum())
+    (found,) = made.hilore.coefficients
+    ds_hilore.detach(made)
+    return {"weights": weights, "omega": found.omega}
+
+
+def test_coefficients_come_through_vocabulary_parallel_log_probabilities(ranks: RankPool) -> None:
+    for seen in ranks.run(f"{HERE}:told"):
+        assert seen["omega"].shape == (2, 16)
+        torch.testing.assert_close(seen["omega"], seen["weights"])
+
+
 def without_output() -> tuple[Tensor, Tensor]:
     """Gradient of exp(sin(x)) with the sine's output discarded by Megatron and recomputed, and what it should be."""
     from megatron.core.tensor_parallel import CheckpointWithoutOutput

@@ -17,7 +17,7 @@ from tests.ranks import ENVIRONMENT, ROOT, _free_port
 TRAIN = str(ROOT / "tests" / "launch" / "train.py")
 
 #: Longer than the script's own limit, after which it prints the stacks of its threads.
-LIMIT_S = 150.0
+LIMIT_S = 270.0
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--updates", type=int, default=2)
     parser.add_argument("--local_rank", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=120.0)
+    parser.add_argument("--timeout", type=float, default=240.0)
     return parser.parse_args()
 
 
@@ -52,7 +52,7 @@ def train(config: str, updates: int) -> tuple[Any, list[dict[str, torch.Tensor]]
                 found.append(gradients(engine))
             engine.step()
         if getattr(engine, "hilore", None) is not None:
-            engine.hilore.parts.planner.wait(20)
+            engine.hilore.parts.planner.wait(60)
     return engine, found
 
 
