@@ -29,10 +29,12 @@ _PATH = re.compile(rf"(?<![\w./~<-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w")
 
 #: Options of programs that are not ours.
 FOREIGN = {
+    "accelerate": {"--use_deepspeed", "--deepspeed_config_file", "--num_processes", "--num_machines"},
     "deepspeed": {"--num_gpus", "--module", "--hostfile"},
     "sbatch": {"--nodes", "--ntasks-per-node", "--gpus-per-node"},
     "srun": {"--mpi"},
     "pip": {"--no-deps"},
+    "transformers": {"--output_dir", "--use_cpu", "--bf16"},
     "any script of a user": {"--deepspeed", "--deepspeed_config"},
 }
 
