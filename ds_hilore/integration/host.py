@@ -83,8 +83,12 @@ class AttachedHost:
         apply_wrapping(self.units.wrapped)
         if self.controller.parts.techniques.derived_state:
             self._stack.callback(undo_gated_mlps, apply_gated_mlps(self.units.modules))
-            embedding = input_embedding(self.engine.module)
-            listening = None if embedding is None else self.controller.context.lookups.listen(embedding)
+            self._listen_to_embeddings()
+
+    def _listen_to_embeddings(self) -> None:
+        found = [input_embedding(model) for model in pretrained_models(self.engine.module)]
+        for embedding in dict.fromkeys(each for each in found if each is not None):
+            listening = self.controller.context.lookups.listen(embedding)
             if listening is not None:
                 self._stack.callback(listening.remove)
 
