@@ -97,11 +97,16 @@ class Engines:
         unequal += updates.unequal_bits(gradients(self.ours), gradients(made))
         for engine in (self.ours, made):
             engine.step()
-        return unequal + self.unequal_weights()
+        return unequal + self.unequal_state(moments=True)
 
-    def unequal_weights(self) -> list[str]:
-        """Names of trained parameters, and of moments of their optimizer, that differ in any bit."""
-        return updates.unequal_bits(state_of(self.ours), state_of(self.reference))
+    def unequal_state(self, moments: bool) -> list[str]:
+        """Names of trained parameters, and of moments of their optimizer, that differ in any bit.
+
+        Args:
+            moments: DeepSpeed links those of ZeRO-1 and 2 to parameters in the first step of an engine, not when they
+                are loaded.
+        """
+        return updates.unequal_bits(state_of(self.ours, moments), state_of(self.reference, moments))
 
     def attach_anew(self, block: dict[str, Any]) -> None:
         """The same engine goes on under another block."""
@@ -131,13 +136,16 @@ def _model(seed: int = 0) -> nn.Module:
     return lora(llama(LAYERS), seed=1 + seed, lora_dropout=0.1)
 
 
-def state_of(engine: Any) -> dict[str, Tensor]:
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def state_of(engine: Any, moments: bool = True) -> dict[str, Tensor]:
     """Trained parameters in full precision, and moments of the optimizer (zeros before its first step)."""
     found: dict[str, Tensor] = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             found[name] = value = _whole(engine, parameter)
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in MOMENTS if moments else ():
                 moment = _moment(engine, parameter, key)
                 found[f"{name}: {key}"] = torch.zeros_like(value) if moment is None else moment
     return found
