@@ -49,6 +49,10 @@ def test_whole_layers_may_not_come_near() -> None:
     assert holds("plain", plain(best_k=record("best_k_layers", *AT, time=0.8, counted=0.74)))[1] is False
 
 
+def test_where_nearly_everything_fits_there_is_nothing_to_multiply() -> None:
+    assert holds("plain", plain(best_k=record("best_k_layers", *AT, time=0.72, counted=0.95)))[:2] == [True, None]
+
+
 @pytest.mark.parametrize(
     ("other", "holding"),
     [
