@@ -61,10 +61,8 @@ def _keys(block: type[settings.Block]) -> Iterator[str]:
 
 
 def _allowed(block: type[settings.Block], name: str, info: FieldInfo) -> str:
-    later = settings._LATER.get(f"{block.where}.{name}".removeprefix(f"{settings.BLOCK}."))
-    if later is not None:
-        works_now, feature, _ = later
-        return f"{', '.join(f'`{json.dumps(value)}`' for value in works_now)}; others come with {feature}"
+    if info.annotation is settings.MemoryBudget:
+        return 'bytes per node ("64GB", "512MB", 64000000000), "auto" or "free", or `0` for none'
     if name == "codecs":
         from ds_hilore.codecs.registry import codec_names
 

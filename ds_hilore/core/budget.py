@@ -28,6 +28,9 @@ LARGEST_MULTIPLE = 1000.0
 #: accelerate and the Trainer refuse an "auto" they do not know, hence the second word.
 AUTO_WORDS = ("auto", "free")
 
+#: What "auto" takes of a node's free memory for offloaded state: others on the node are still to take theirs.
+AUTO_HOST_SHARE = 0.5
+
 #: What "auto" takes of what is left: libraries' own buffers come late, and storing more fragments the allocator more.
 AUTO_SHARE = 0.95
 
@@ -125,6 +128,28 @@ def parse_budget(value: Any) -> MemoryBudget | RankBudgets:
     if not value:
         raise ValueError(f"the list is empty; allowed: {ALLOWED}")
     return RankBudgets(tuple(_parse_entry(index, entry) for index, entry in enumerate(value)))
+
+
+def parse_host_budget(value: Any) -> MemoryBudget:
+    """Reads `host_budget` as it stands in the JSON: bytes, or a share of what the node has free.
+
+    Raises:
+        ValueError: says the value and what is allowed.
+    """
+    if type(value) is int and value == 0:
+        return MemoryBudget(BudgetKind.BYTES, 0)
+    if isinstance(value, MemoryBudget) and value.kind in (BudgetKind.BYTES, BudgetKind.AUTO):
+        return value
+    try:
+        found = _parse_one(value)
+    except ValueError:
+        found = None
+    if found is None or found.kind not in (BudgetKind.BYTES, BudgetKind.AUTO):
+        raise ValueError(
+            'allowed: bytes per node ("64GB" or a whole number, at least 1 MiB), "auto" or "free" (half of what the '
+            "node has free), or 0 for none"
+        )
+    return found if found.kind is BudgetKind.BYTES else MemoryBudget(BudgetKind.AUTO, AUTO_HOST_SHARE)
 
 
 def _parse_entry(index: int, value: Any) -> MemoryBudget:

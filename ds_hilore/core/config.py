@@ -1,9 +1,8 @@
 """The "hilore" block of the DeepSpeed JSON: its fields, its checks, its defaults.
 
 The block is parsed here and nowhere else. Past this border facts travel as small frozen dataclasses that each owner
-defines, never as this model. Fields whose feature comes in a later release exist with the one value that needs no such
-feature; any other value is refused with what to write until then. What the block and the rest of the DeepSpeed JSON
-mean together is checked in `core/host_rules.py`.
+defines, never as this model. What the block and the rest of the DeepSpeed JSON mean together is checked in
+`core/host_rules.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     StrictBool,
-    StrictInt,
     ValidationError,
     ValidationInfo,
     field_validator,
 )
 from pydantic_core import ErrorDetails
 
-from ds_hilore.core.budget import BudgetKind, MemoryBudget, RankBudgets, parse_budget
+from ds_hilore.core.budget import BudgetKind, MemoryBudget, RankBudgets, parse_budget, parse_host_budget
 from ds_hilore.core.errors import ConfigError
 from ds_hilore.core.types import Solver
 
@@ -63,24 +61,13 @@ class Mode(Enum):
 DEFAULT_CODECS = ("bf16", "int8")
 PAPER_CODECS = ("fp8_e4m3:unscaled",)
 
-#: Key -> (values that need nothing that is still to come, what brings the others, what to write until then).
-_LATER: Mapping[str, tuple[tuple[Any, ...], str, str]] = {
-    "host_budget": ((0,), "offload to the host", "0"),
-}
-
-
-def _refuse_until_later(key: str, value: Any) -> Any:
-    works_now, feature, instead = _LATER[key]
-    if value in works_now:
-        return value
-    raise ValueError(f"comes with {feature}, in a later release; until then leave the key out or write {instead}")
-
 
 def _as_json(budget: MemoryBudget | RankBudgets) -> Any:
     return budget.as_json()
 
 
 Budget = Annotated[MemoryBudget | RankBudgets, PlainValidator(parse_budget), PlainSerializer(_as_json)]
+NodeBudget = Annotated[MemoryBudget, PlainValidator(parse_host_budget), PlainSerializer(_as_json)]
 
 
 class Block(BaseModel):
@@ -252,8 +239,12 @@ class HiLoReConfig(Block):
         'an "auto" they do not know), or a list with one entry per rank. More memory: more units are stored and fewer '
         "are replayed.",
     )
-    host_budget: StrictInt = Field(
-        default=0, description="Host memory per node for offloaded state, in bytes. 0 until offload comes."
+    host_budget: NodeBudget = Field(
+        default=MemoryBudget(BudgetKind.BYTES, 0),
+        description="Host memory that the ranks of a node may use together for offloaded state: bytes, or "
+        '"auto" (half of what the node has free at start; write "free" under Trainer and accelerate). Only where not '
+        "everything fits on the device: state then goes to pinned host memory and back while the device computes, as "
+        "much as the link can hide. 0: none. Without effect on CPU, in pipelines and in mode paper.",
     )
     max_gradient_error: float = Field(
         default=0.0,
@@ -317,11 +308,6 @@ class HiLoReConfig(Block):
     def fingerprint(self) -> dict[str, Any]:
         """The settings as JSON-able values, in a form that is equal on ranks that were given the same settings."""
         return self.model_dump(mode="json")
-
-    @field_validator("host_budget", mode="before")
-    @classmethod
-    def _later_before_its_type(cls, value: Any) -> Any:
-        return _refuse_until_later("host_budget", value)
 
     @field_validator("codecs")
     @classmethod

@@ -51,7 +51,7 @@ SUPERSEDED: Mapping[str, str] = {
     "contiguous_memory_optimization": "superseded: kept state is planned and freed unit by unit",
     "synchronize_checkpoint_boundary": "superseded: nothing waits for the device between units",
     "profile": "superseded: the plan's own measurements take its place",
-    "cpu_checkpointing": "not honoured yet: unit inputs stay on the device until offload to the host comes",
+    "cpu_checkpointing": "superseded by plans: inputs go to host memory where they must (hilore.host_budget)",
 }
 
 

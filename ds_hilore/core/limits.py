@@ -19,7 +19,7 @@ class Limit:
 _IN_CODE = (
     Limit("Compression in a pipeline, or in backwards not through engine.backward", "none needed: exact actions"),
     Limit("Compression of units that save what the data decides (experts)", "none needed: exact actions"),
-    Limit("Offload of saved state to the host", "it comes later"),
+    Limit("Offload of saved state (host_budget) on CPU, in pipelines and in mode paper", "none needed: it stays"),
     Limit("memory_budget of less than the peak of recomputing everything", "a larger budget; ZeRO-3 or its offload"),
     Limit("torch.compile around a unit, engine.compile(), compiled autograd", "compile inside the units"),
     Limit("Domino layers", "ordinary layers with ZeRO"),

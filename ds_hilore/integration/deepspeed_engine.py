@@ -33,6 +33,7 @@ from ds_hilore.integration.gradient_checks import CheckRules, GradientChecks
 from ds_hilore.integration.gradient_scale import EngineScale
 from ds_hilore.integration.host import AttachedHost
 from ds_hilore.integration.model_parallel import GroupAgreement, tensor_parallel_ranks, tensor_parallel_size
+from ds_hilore.integration.offloading import offer_host_memory
 from ds_hilore.integration.peft import let_embedding_outputs_require_grad
 from ds_hilore.integration.pipeline import (
     PipelineHost,
@@ -185,6 +186,7 @@ def attach(
         controller = _controller(engine, config, units, plane, scale)
         on_failure.callback(controller.close)
         _know_proportions(engine, controller)
+        notes = [*(notes or []), *offer_host_memory(engine, config, controller, plane)]
         keep_profile(engine, config, controller, plane.rank)
         log = run_log(engine, config, controller, plane, units.summary())
         on_failure.callback(log.close)

@@ -126,7 +126,10 @@ def validate_unit(unit: UnitProfile) -> None:
 
 
 def _reachable(variant: Variant, prepared: Variant, below: Sequence[Action]) -> bool:
-    """Compressing what was stored. Outputs of operators that were not kept for a replay cannot be had any more."""
+    """Compressing what was stored on the device. Outputs of operators that were not kept for a replay cannot be had any
+    more, nor is what was sent to host memory fetched for it."""
+    if prepared.place is Place.HOST:
+        return False
     return variant.action is Action.COMPRESS and variant.action in below and prepared.action is not variant.action
 
 

@@ -16,6 +16,7 @@ from ds_hilore.core.errors import UsageError
 from ds_hilore.core.treatment import REPLAYED, STORED, Treatment
 from ds_hilore.core.types import Action, Shape, UnitId, UnitProfile, Variant
 from ds_hilore.profiling.fit import BY_TOKEN, BytesFit, Rate, SecondsFit
+from ds_hilore.profiling.host_link import LinkSpeed
 from ds_hilore.profiling.pruned import Pruned, pruned
 from ds_hilore.profiling.variants import StateFits, Whole, variants
 
@@ -147,6 +148,7 @@ class Measurements:
         struck: reasons by (class, variant).
         risk: r at exposure 1 of a unit under a compressing treatment; None where that may not be used.
         least_encoded_bytes: state groups that are smaller are not compressed.
+        link: to host memory; None where nothing may be sent there.
     """
 
     rates: Mapping[str, UnitRates] = field(default_factory=dict)
@@ -156,6 +158,7 @@ class Measurements:
     struck: dict[tuple[str, str], str] = field(default_factory=dict)
     risk: Callable[[UnitId, Treatment], float | None] = lambda unit, treatment: None
     least_encoded_bytes: int = 0
+    link: LinkSpeed | None = None
     _shapes: dict[UnitId, Shape] = field(default_factory=dict)
     _class_of: dict[UnitId, str] = field(default_factory=dict)
     _profiles: dict[tuple[Shape, Pruned | None], tuple[UnitProfile, ...]] = field(default_factory=dict)
@@ -316,11 +319,13 @@ class Measurements:
             self._stamp = stamp
         found = self._profiles.get((shape, pruning))
         if found is None:
-            found = tuple([self._profile(unit, name, shape, pruning) for unit, name in self.roster])
+            found = tuple([self._profile(k, *unit, shape, pruning) for k, unit in enumerate(self.roster)])
             self._profiles[(shape, pruning)] = found
         return found
 
-    def _profile(self, unit: UnitId, unit_class: str, first: Shape, pruning: Pruned | None) -> UnitProfile:
+    def _profile(
+        self, position: int, unit: UnitId, unit_class: str, first: Shape, pruning: Pruned | None
+    ) -> UnitProfile:
         fits = self.classes[unit_class]
         shape = self.relations[unit].apply(first)
         inputs = fits.inputs.of(shape)
@@ -335,6 +340,8 @@ class Measurements:
             gain=partial(self._gained, unit_class, shape),
             risk=partial(self.risk, unit),
             least_encoded_bytes=self.least_encoded_bytes,
+            link=self.link,
+            position=position,
         )
         kept = [found for found in variants(whole, fits.parts) if (unit_class, found.name) not in self.struck]
         profile = UnitProfile(unit, unit_class, tuple(kept))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ds_hilore.core.treatment import REPLAYED
+from ds_hilore.core.treatment import INPUT_OFFLOADED, REPLAYED
 from ds_hilore.core.types import Action, UnitProfile
 
 #: Replays that find more than this live are not pruned, and this is what pruning itself costs: cuts, and gradients
@@ -48,7 +48,7 @@ def pruned(profile: UnitProfile, share: float, replayed_s: float) -> UnitProfile
     spared = replayed_s * max(0.0, 1.0 - share / PRUNE_BELOW)
     kept = []
     for variant in profile.variants:
-        if variant.name == REPLAYED.name:
+        if variant.name in (REPLAYED.name, INPUT_OFFLOADED.name):  # pruned, wherever it starts from
             kept.append(variant)
         elif variant.action is not Action.RECOMPUTE:  # a replay that is handed kernel outputs is not pruned
             saved = variant.saved_seconds - spared

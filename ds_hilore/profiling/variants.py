@@ -4,6 +4,8 @@
     R              the inputs; a replay
     R:attention    the inputs and what the attention kernel gave; a replay without that kernel
     L:...          state groups in low precision, everything else of H
+    O              what H holds, in host memory: of every so many units one, as many as the link can hide
+    O:input        R, with its inputs in host memory
 
 Nothing is measured per variant before plans are followed: bytes and seconds are put together from those of operators,
 state groups and codecs, each seen once in a stored unit. What the trial then sees of whole variants takes their place.
@@ -15,9 +17,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ds_hilore.core.treatment import REPLAYED, STORED, Treatment
+from ds_hilore.core.treatment import INPUT_OFFLOADED, OFFLOADED, REPLAYED, STORED, Treatment
 from ds_hilore.core.types import Action, Shape, Variant
 from ds_hilore.profiling.fit import BytesFit, Rate, SecondsFit
+from ds_hilore.profiling.host_link import LinkSpeed
 
 #: The group that cheap codecs may not touch: attention's backward rebuilds its probabilities from them.
 SENSITIVE = "attention_qk"
@@ -84,6 +87,7 @@ class StateFits:
 class Whole:
     """A unit as a whole, for one shape: bytes of inputs and of the state that storing adds, seconds of a replay.
 
+    `link`: to host memory; None where state may not be sent there. `position`: of the unit in forward order.
     `gain`: measured seconds that a variant saves against R, encoding included, or None. `risk`: r at exposure 1, or
     None where the variant may not be used. `least_encoded_bytes`: smaller state groups are not compressed.
     """
@@ -95,6 +99,8 @@ class Whole:
     gain: Callable[[str], float | None]
     risk: Callable[[Treatment], float | None]
     least_encoded_bytes: int = 0
+    link: LinkSpeed | None = None
+    position: int = 0
 
 
 def variants(whole: Whole, state: StateFits) -> Iterator[Variant]:
@@ -105,6 +111,8 @@ def variants(whole: Whole, state: StateFits) -> Iterator[Variant]:
     yield Variant(STORED.name, Action.STORE, whole.input_bytes + whole.state_bytes, saved_seconds=saved)
     for operator, fits in state.operators.items():
         yield _keeping(whole, operator, fits)
+    if whole.link is not None:
+        yield from _away(whole, whole.link, saved)
     for codecs in compressions(state, whole.shape):
         if any(state.groups[group].of(whole.shape) < whole.least_encoded_bytes for group, _ in codecs):
             continue
@@ -112,6 +120,32 @@ def variants(whole: Whole, state: StateFits) -> Iterator[Variant]:
         risk = whole.risk(treatment)
         if risk is not None:
             yield _compressed(whole, state, treatment, risk)
+
+
+def _away(whole: Whole, link: LinkSpeed, stored_s: float) -> Iterator[Variant]:
+    """State in host memory. `forward_bytes` is what lies on the device when the unit has run, before it is sent, and
+    comes back for its backward."""
+    inputs, everything = whole.input_bytes, whole.input_bytes + whole.state_bytes
+    # a replay takes about as long as a forward, and no backward takes less
+    if whole.position % link.stride(everything, whole.replay_s) == 0:
+        computed = stored_s - link.exposed_seconds(everything)
+        yield _on_host(whole, OFFLOADED, link.host_bytes(everything), everything, everything, computed)
+    computed = -link.exposed_seconds(inputs)
+    yield _on_host(whole, INPUT_OFFLOADED, link.host_bytes(inputs), inputs, everything, computed)
+
+
+def _on_host(
+    whole: Whole, treatment: Treatment, host_bytes: int, forward_bytes: int, workspace_bytes: int, computed_s: float
+) -> Variant:
+    return Variant(
+        treatment.name,
+        treatment.action,
+        host_bytes,
+        workspace_bytes,
+        forward_bytes,
+        saved_seconds=_or(whole.gain(treatment.name), computed_s),
+        place=treatment.place,
+    )
 
 
 def _keeping(whole: Whole, operator: str, fits: OperatorFits) -> Variant:

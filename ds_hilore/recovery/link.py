@@ -34,9 +34,11 @@ class Link(Protocol):
     """A way to host memory and back.
 
     Attributes:
+        apart: the host's memory is not the device's, so that there is something to gain.
         overlaps: copies run beside what the device computes; else they hold it up for as long as they take.
     """
 
+    apart: bool
     overlaps: bool
 
     def to_host(self, source: Tensor) -> Transfer:
@@ -73,6 +75,7 @@ class _Done:
 class PlainLink:
     """Copies by the thread that asks."""
 
+    apart = False
     overlaps = False
 
     def to_host(self, source: Tensor) -> Transfer:
@@ -92,6 +95,7 @@ class StreamLink:
     target, which may be memory that was just freed, is used by nobody any more.
     """
 
+    apart = True
     overlaps = True
 
     def __init__(self, device: torch.device) -> None:

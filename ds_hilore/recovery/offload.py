@@ -8,11 +8,12 @@ O1  A storage goes once, as the bytes between the first and the last that is loo
     views of it.
 O2  Of what a unit was called with only the hidden states go: masks, positions and rotary tables are shared by all
     units, so sending them would free nothing. Parameters are never saved state (R5).
-O3  The original is let go once its copy has arrived: at once where a link is synchronous, else when the unit that comes
-    next has run. So the device holds the state of one unit more than stays, at most.
+O3  The original is let go once its copy has arrived: at once where a link is synchronous, else when the next state is
+    sent, or the forward ends. So the device holds the state of one unit more than stays, at most, and a copy has the
+    forward of all units up to the next that sends to hide behind.
 O4  Whoever uses state waits for its copy, on the device and not on the host: nothing else orders the two streams.
-O5  When backward comes to a unit, its state and that of the unit before it are called back: a copy has the backward of
-    one unit to hide behind.
+O5  When backward comes to a unit, its state is called back, and that of the nearest unit before it that sent any: a
+    copy has the backward of all units in between to hide behind.
 O6  What was changed in place between saving and arrival is `StateChanged`, as if it had stayed (R6).
 """
 
@@ -147,11 +148,15 @@ class Offload:
 
     Args:
         link_to: makes the link of a device, once.
+
+    Attributes:
+        sent_bytes: host memory that was taken so far.
     """
 
     def __init__(self, link_to: Callable[[torch.device], Link] = link_for) -> None:
         self._link_to = link_to
         self._links: dict[torch.device, Link] = {}
+        self.sent_bytes = 0
         self._leaving: list[Parcel] = []  # whose originals are not let go yet
 
     def link(self, device: torch.device) -> Link:
@@ -181,11 +186,16 @@ class Offload:
         substitute(handles, lambda value: instead.get(id(value)))
         if hidden is not None and id(hidden) in instead:
             inputs.substitute(hidden, instead[id(hidden)])
-        return list({id(gone.parcel): gone.parcel for gone in instead.values()}.values())
+        sent = list({id(gone.parcel): gone.parcel for gone in instead.values()}.values())
+        if sent:
+            self.let_go()
+            self._leaving = [parcel for parcel in sent if parcel.leaving]
+            self.sent_bytes += sum(parcel.host_bytes for parcel in sent)
+        return sent
 
-    def unit_ran(self, parcels: Sequence[Parcel] = ()) -> None:
-        """A unit's forward is over, and `parcels` were sent of it: what was sent before has arrived by now (O3)."""
-        leaving, self._leaving = self._leaving, [parcel for parcel in parcels if parcel.leaving]
+    def let_go(self) -> None:
+        """What was sent so far has arrived by now: the next is sent, or the forward is over (O3)."""
+        leaving, self._leaving = self._leaving, []
         for parcel in leaving:
             parcel.let_go()
 

@@ -100,7 +100,7 @@ class RecoveryContext:
     rng_tracker: RngTracker | None = None
     lookups: Lookups = field(default_factory=Lookups)
     offload: Offload = field(default_factory=Offload)
-    newest: weakref.ref[UnitCall] | None = None  # call that was made last
+    newest_away: weakref.ref[UnitCall] | None = None  # call that sent state to host memory last
     rereading: set[str] = field(default_factory=set)  # unit classes with nodes that unpack a slot more than once
     _facts: weakref.WeakKeyDictionary[torch.nn.Module, ModuleFacts] = field(default_factory=weakref.WeakKeyDictionary)
     _groups: dict[Hashable, dict[int, str]] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class UnitCall:
         self._recovered: list[Value | None] | None = None
         self._recovered_for = -1
         self.parcels: weakref.WeakSet[Parcel] = weakref.WeakSet()  # what was sent, as long as it is held
-        self._before, context.newest = context.newest, weakref.ref(self)
+        self._away_before = context.newest_away
 
     @property
     def action(self) -> Action:
@@ -236,11 +236,10 @@ class UnitCall:
         """The forward is over: what can be looked up again is let go, what is to lie in host memory goes there (NOTE
         [Offload rules] in offload.py)."""
         self.context.lookups.replace(self._alive(), self.inputs)
-        sent: list[Parcel] = []
         if self.treatment.place is Place.HOST:
             sent = self.context.offload.send(self.surroundings.device, self._alive(), self.inputs)
             self.parcels = weakref.WeakSet(sent)
-        self.context.offload.unit_ran(sent)
+            self.context.newest_away = weakref.ref(self)
 
     def _alive(self) -> list[Handle]:
         return [handle for reference in self._handles if (handle := reference()) is not None]
@@ -282,10 +281,10 @@ class UnitCall:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def come_to_use(self) -> None:
-        """Backward has come to this call: its state is called back from host memory, and the state of the call before
-        it, which comes next (O5)."""
+        """Backward has come to this call: its state is called back from host memory, and that which is wanted next
+        (O5)."""
         self.used = True
-        before = None if self._before is None else self._before()
+        before = None if self._away_before is None else self._away_before()
         for call in (self, before):
             if call is not None and call.parcels:
                 call_back(call.parcels)

@@ -9,9 +9,10 @@ from functools import partial
 
 from ds_hilore.core.budget import MemoryBudget
 from ds_hilore.core.errors import UsageError
-from ds_hilore.core.treatment import Treatment
+from ds_hilore.core.treatment import INPUT_OFFLOADED, Treatment
 from ds_hilore.core.types import Action, Plan, Shape, Solver, UnitId, UnitProfile
 from ds_hilore.memory.base import BaseBytes, BaseObservation
+from ds_hilore.planning.away import first_with_host, leanest, moving_bytes
 from ds_hilore.planning.background import BackgroundPlanner
 from ds_hilore.planning.frontier import Frontier, Prepared, first_frontier, gap
 from ds_hilore.planning.paper import PaperFrontier, PaperPrepared, paper_frontier
@@ -67,11 +68,13 @@ class RankPlanner:
 
     Attributes:
         margin_bytes: what they leave free besides, since it was missing (guard.py).
+        host_bytes: host memory that this rank's plans may use.
     """
 
     def __init__(self, budget: MemoryBudget, solver: Solver, limits: SolverLimits, room_bytes: int = 0) -> None:
         self._room = room_bytes
         self.margin_bytes = 0
+        self.host_bytes = 0
         self.budget = budget
         self.budget_bytes = 0
         self.infeasible: Infeasible | None = None
@@ -272,29 +275,32 @@ class RankPlanner:
 
     def _first_frontier(self, key: PlanKey, profiles: tuple[UnitProfile, ...]) -> Frontier | PaperFrontier | Plan:
         base = self._base.at(key[1])
-        first = paper_frontier if self._paper else first_frontier
-        problem = _problem(
+        whole = _problem(
             profiles, max(0, self.budget_bytes - self._room - self.margin_bytes), base, self._in_flight, self._paper
         )
-        found = first(problem)
+        whole = replace(whole, host_budget_bytes=self.host_bytes)
+        problem, found = self._answer(whole)
         if isinstance(found, Infeasible):
             # without that room; where it was missed before, with as much of it as there can be
             least = min(self.budget_bytes, found.min_bytes) if self.margin_bytes else self.budget_bytes
-            problem = _problem(profiles, least, base, self._in_flight, self._paper)
-            found = first(problem)
+            problem, found = self._answer(replace(whole, budget_bytes=least))
         self._problems[key] = problem
         if isinstance(found, Infeasible):
             if self.infeasible is None:
                 _log.warning("hilore: %s; every unit is replayed", found)
             self.infeasible = found
-            replayed = all_units([profile.unit for profile in profiles], Action.RECOMPUTE)
-            return replace(replayed, peak_bytes=evaluate(problem, replayed.choice).peak_bytes)
+            choice = leanest(whole, INPUT_OFFLOADED.name)
+            return Plan(choice, dict.fromkeys(choice, Action.RECOMPUTE), peak_bytes=evaluate(whole, choice).peak_bytes)
         if isinstance(found, PaperFrontier):
             return found
         plans = [plan for row in found.rows for plan in (row.plan, *row.points)]
         if self._background is not None and any(gap(plan) > self._relative_gap for plan in plans):
             self._background.submit((self._calibrations, *key), found)
         return found
+
+    def _answer(self, problem: Problem) -> tuple[Problem, Frontier | PaperFrontier | Infeasible]:
+        """A first answer, and the problem that it answers."""
+        return (problem, paper_frontier(problem)) if self._paper else first_with_host(problem, first_frontier)
 
     def problem_for(self, shape: Shape) -> Problem | None:
         """The problem behind the plans of a shape class, for reports and tests."""
@@ -317,7 +323,8 @@ def _observation(
     peaks: PhasePeaks, profiles: tuple[UnitProfile, ...], choice: Mapping[UnitId, str], in_flight: int
 ) -> BaseObservation:
     """The measured peaks without what the planner's rows say that the units need."""
-    rows = evaluate(_problem(profiles, 0, (0, 0, 0), in_flight), choice).peaks
+    moving = moving_bytes(profiles, choice)
+    rows = evaluate(_problem(profiles, 0, (moving, 0, moving), in_flight), choice).peaks
     units = {peak.row: peak.bytes for peak in rows}
     return BaseObservation(
         peaks.shape.tokens,

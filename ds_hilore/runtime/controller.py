@@ -182,7 +182,7 @@ class Controller:
                 self.learning.risk.pass_by(None)
 
     def end_forward(self) -> None:
-        self.context.offload.unit_ran()
+        self.context.offload.let_go()
         self._in_forward = False
         self._awaits_unit = False
 

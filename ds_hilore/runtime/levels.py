@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ds_hilore.core.types import Plan, Shape, UnitId
 from ds_hilore.memory.meter import PeakMeter
+from ds_hilore.planning.away import moving_bytes
 from ds_hilore.planning.options import REPLAY, device_bytes
 from ds_hilore.planning.problem import Problem, Row, evaluate
 from ds_hilore.planning.reaction import replay_later
@@ -60,7 +61,8 @@ class LevelWatch:
             risk_budget=_ANY_RISK,
         )
         self._units = [unit.unit for unit in after.units]
-        self._expect(self._planner.level_between(shape), batch.plan, 0)
+        moving = moving_bytes(after.units, batch.plan.choice)  # of the unit that has just sent its state
+        self._expect(self._planner.level_between(shape) + moving, batch.plan, 0)
 
     def _expect(self, base_bytes: int, plan: Plan, excess_bytes: int) -> None:
         """Levels to come; `excess_bytes` more than foreseen are there already."""

@@ -127,6 +127,7 @@ class Microbatch:
             "stored_units": actions.count(Action.STORE),
             "compressed_units": actions.count(Action.COMPRESS),
             "replayed_units": actions.count(Action.RECOMPUTE),
+            "offloaded_units": sum(treatment.place is Place.HOST for treatment in self.treated.values()),
             "saved_seconds": self.promised_seconds,
             "predicted_peak_bytes": self.plan.peak_bytes,
         }

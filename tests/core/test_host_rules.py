@@ -82,7 +82,7 @@ def test_partitioned_activations_are_refused_only_where_there_is_something_to_sp
         ("contiguous_memory_optimization", True, "superseded"),
         ("synchronize_checkpoint_boundary", True, "superseded"),
         ("profile", True, "superseded"),
-        ("cpu_checkpointing", True, "not honoured yet"),
+        ("cpu_checkpointing", True, "superseded by plans"),
         ("partitioned_activations", True, 'did you mean "partition_activations"'),  # as DeepSpeed's own help has it
     ],
 )

@@ -71,7 +71,7 @@ def test_what_is_away_is_not_on_the_device(device: torch.device, away: Treatment
         known = [*host.model.parameters(), *host.model.buffers()]
         with measured(device, known) as allocator:
             _keep = _loss(host.model, device)
-            host.context.offload.unit_ran()
+            host.context.offload.let_go()
             away_bytes = sum(sum(call.host_storages().values()) for call in host.calls)
             levels[treatment] = allocator.level() - (away_bytes if device.type == "cpu" else 0)
         if treatment is REPLAYED:

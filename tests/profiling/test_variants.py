@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ds_hilore.core.treatment import Treatment
-from ds_hilore.core.types import Action, Shape, Variant
+from ds_hilore.core.types import Action, Place, Shape, Variant
+from ds_hilore.profiling.host_link import LinkSpeed
 from ds_hilore.profiling.variants import StateFits, Whole, components, compressions, error_of, variants
 
 SHAPE = Shape(2, 8)
@@ -27,8 +28,14 @@ def state(bf16: bool = True) -> StateFits:
     return made
 
 
-def made(parts: StateFits, risk: float | None = 0.5, gains: dict[str, float] | None = None) -> dict[str, Variant]:
-    whole = Whole(SHAPE, 500, 7000, 1.0, gain=(gains or {}).get, risk=lambda treatment: risk)
+def made(
+    parts: StateFits,
+    risk: float | None = 0.5,
+    gains: dict[str, float] | None = None,
+    link: LinkSpeed | None = None,
+    position: int = 0,
+) -> dict[str, Variant]:
+    whole = Whole(SHAPE, 500, 7000, 1.0, (gains or {}).get, lambda treatment: risk, link=link, position=position)
     return {variant.name: variant for variant in variants(whole, parts)}
 
 
@@ -89,3 +96,32 @@ def test_errors_of_several_groups_are_a_root_mean_square() -> None:
     parts.codec("mlp", "bf16").note_error(3.0)
     parts.codec("residual", "bf16").note_error(4.0)
     assert abs(error_of(parts, [("mlp", "bf16"), ("residual", "bf16")]) - (12.5**0.5)) < 1e-12
+
+
+def test_offloaded_state_holds_nothing_on_the_device_but_while_it_moves() -> None:
+    found = made(state(), link=LinkSpeed(1e9, overlaps=True, rounding=2.0))
+    bundle, inputs = found["O"], found["O:input"]
+    assert (bundle.action, inputs.action) == (Action.STORE, Action.RECOMPUTE)
+    assert bundle.place is inputs.place is Place.HOST
+    assert bundle.held_bytes == 2 * 7500 and inputs.held_bytes == 2 * 500
+    assert (bundle.forward_bytes, bundle.workspace_bytes) == (7500, 7500)
+    assert (inputs.forward_bytes, inputs.workspace_bytes) == (500, 7500)
+    assert bundle.saved_seconds == found["H"].saved_seconds == 1.0 and inputs.saved_seconds == 0.0
+
+
+def test_a_bundle_goes_from_as_many_units_as_the_link_can_hide() -> None:
+    """A copy takes 1.5 s and a unit 1 s, of which 0.8 s may be used: every second unit."""
+    link = LinkSpeed(7500 / 1.5, overlaps=True)
+    assert ["O" in made(state(), link=link, position=place) for place in range(4)] == [True, False, True, False]
+    assert all("O:input" in made(state(), link=link, position=place) for place in range(4))
+
+
+def test_copies_that_hold_the_device_up_are_charged_both_ways() -> None:
+    found = made(state(), link=LinkSpeed(75_000, overlaps=False), position=1)
+    assert abs(found["O"].saved_seconds - (1.0 - 2 * 0.1)) < 1e-9
+    assert abs(found["O:input"].saved_seconds + 2 * 500 / 75_000) < 1e-9
+
+
+def test_measured_seconds_of_offloaded_state_take_the_place_of_computed_ones() -> None:
+    found = made(state(), gains={"O": 0.7, "O:input": -0.1}, link=LinkSpeed(1e9, overlaps=True))
+    assert found["O"].saved_seconds == 0.7 and found["O:input"].saved_seconds == -0.1

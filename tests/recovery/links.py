@@ -50,6 +50,7 @@ class LateLink:
         awaited: False: `wait` does nothing, as where somebody forgot it.
     """
 
+    apart = True
     overlaps = True
 
     def __init__(self, seed: int | None = None, awaited: bool = True) -> None:
@@ -107,6 +108,7 @@ class WatchedLink:
     before: Callable[[str], None] = lambda way: None
     sent: list[int] = field(default_factory=list)
     fetched: list[int] = field(default_factory=list)
+    apart: bool = True
     overlaps: bool = False
 
     def to_host(self, source: Tensor) -> Transfer:

@@ -163,7 +163,7 @@ def test_o3_host_copies_go_with_the_backward_of_their_unit() -> None:
     assert all(copy.expired() for copy in copies) and not any(sets)
 
 
-def test_o3_a_late_copy_keeps_its_original_until_the_next_unit_has_run() -> None:
+def test_o3_a_late_copy_keeps_its_original_until_the_next_is_sent() -> None:
     units = Units(O, over(LateLink()))
     block, x = weights(CPU, Block()), tensor(CPU)
     hidden = x * 1
@@ -216,7 +216,7 @@ def test_o4_a_use_that_does_not_wait_is_noticed_by_these_tests() -> None:
 
 
 @pytest.mark.parametrize("plan", [(O,), (RI,), (R, O, H, O)], ids=["all-O", "inputs", "mixed"])
-def test_o5_state_is_called_back_one_unit_ahead(plan: tuple[Treatment, ...]) -> None:
+def test_o5_state_is_called_back_one_copy_ahead(plan: tuple[Treatment, ...]) -> None:
     link = WatchedLink()
     host = Host(models.lora(models.llama(layers=4)), over(link), plan)
     loss, calls = _forward(host)
@@ -232,9 +232,12 @@ def test_o5_state_is_called_back_one_unit_ahead(plan: tuple[Treatment, ...]) -> 
     loss.backward()
     assert sorted(fetched) == list(range(4))
     for position, count in fetched.items():
-        # when backward comes to a unit: what lies behind it is back, and it itself, called back with the one behind
-        ahead = order[position:] if position < 3 else []
-        assert count == sum(parcels[unit] for unit in ahead)
+        # units behind this one have called back their own state, and that of the nearest before them that is away
+        wanted: set[int] = set()
+        for behind in range(position + 1, 4):
+            away = [place for place in range(behind) if parcels[order[place]]]
+            wanted |= {behind, *away[-1:]}
+        assert count == sum(parcels[order[place]] for place in wanted)
     assert len(link.fetched) == len(link.sent)
 
 

@@ -47,6 +47,7 @@ def test_one_microbatch_measures_h_the_next_follows_a_plan() -> None:
         "stored_units": 3,
         "compressed_units": 0,
         "replayed_units": 0,
+        "offloaded_units": 0,
         "saved_seconds": rig.controller.plan.saved_seconds,
         "predicted_peak_bytes": rig.controller.plan.peak_bytes,
         "budget_bytes": 100_000,
