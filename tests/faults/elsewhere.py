@@ -7,6 +7,7 @@ _CHECKS = "tests/integration/test_gradient_checks.py::"
 _PLANE = "tests/integration/test_control_plane.py::"
 _UNIT = "tests/recovery/test_unit.py::"
 _STORE = "tests/profiling/test_store.py::"
+_RESUME = "tests/integration/test_resume.py::"
 _CALIBRATION = "tests/integration/test_calibration_stored.py::"
 
 #: What goes wrong -> the test.
@@ -53,5 +54,16 @@ ELSEWHERE: dict[str, str] = {
     ),
     "any order of forwards, backwards, steps and exceptions": (
         "tests/runtime/test_controller.py::test_any_order_of_calls_gives_plain_gradients"
+    ),
+    "any order of what hosts do with an engine, resumed runs among it": (
+        "tests/stateful/test_machine.py::test_any_order_of_what_hosts_do_gives_the_plain_updates"
+    ),
+    "what was measured is damaged in a checkpoint": (f"{_RESUME}test_a_damaged_file_costs_measuring_and_no_run"),
+    "what was measured cannot be written beside a checkpoint": (
+        f"{_RESUME}test_a_checkpoint_stands_where_ours_cannot_be_written"
+    ),
+    "a checkpoint of another ZeRO stage or world size": f"{_RESUME}test_another_zero_stage_is_named_and_measured_anew",
+    "an answer of the planner's process that would run code": (
+        "tests/planning/test_apart.py::test_only_records_of_the_planner_can_travel"
     ),
 }
