@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _SEVERAL_PROCESSES = {"benchmarks", "cli", "examples", "faults", "integration", "launch", "matrix"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Under pytest-xdist jobs of several ranks take turns on one worker, since two of them would only wait for each
     other; the other workers take all else, file by file."""
