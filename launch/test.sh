@@ -10,6 +10,6 @@ export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 TOKENIZERS_PA
 # Tests of several ranks start one process per core; more threads than cores would only make them wait.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 if [[ $# == 0 ]]; then
-    set -- -n logical --maxprocesses 8 --dist loadgroup --durations=40 # tests/conftest.py makes the groups
+    set -- -n logical --maxprocesses 8 --durations=40
 fi
 exec "$PYTHON" -m pytest -q "$@"

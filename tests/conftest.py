@@ -23,21 +23,6 @@ if _ROOT not in sys.path:
 if TYPE_CHECKING:
     from tests.ranks import RankPool
 
-#: Folders whose tests start processes of their own.
-_SEVERAL_PROCESSES = {"benchmarks", "cli", "examples", "faults", "integration", "launch", "matrix"}
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under pytest-xdist jobs of several ranks take turns on one worker, since two of them would only wait for each
-    other; the other workers take all else, file by file."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        file = item.path.relative_to(Path(__file__).parent)
-        crowd = file.parts[0] in _SEVERAL_PROCESSES or "ranks" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ranks" if crowd else str(file)))
-
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> None:
