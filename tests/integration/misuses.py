@@ -243,12 +243,8 @@ def _edit_hidden(action: Action, layer: int) -> None:
     made.backward(loss)
 
 
-def unit_input_edited() -> None:
-    _edit_hidden(Action.RECOMPUTE, 0)
-
-
 def unit_input_edited_under_store() -> None:
-    _edit_hidden(Action.STORE, 0)
+    _edit_hidden(Action.STORE, 1)
 
 
 def unit_output_edited() -> None:
@@ -333,9 +329,8 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     mask_without_rows: ("UsageError", ("mask must be [rows, tokens]", "(2,)")),
     told_to_an_engine_without_block: ("UsageError", ("begin_update", "engine")),
     loss_of_other_shapes: ("UsageError", ("old_logps", "(2, 15)")),
-    unit_input_edited: ("StateChanged", ("unit model.layers.0 (rank 0)", "(2, 16, 64)", "changed in place")),
-    unit_input_edited_under_store: ("StateChanged", ("unit model.layers.0 (rank 0)", "changed in place")),
-    unit_output_edited: ("StateChanged", ("unit model.layers.1 (rank 0)", "changed in place")),
+    unit_input_edited_under_store: ("StateChanged", ("unit model.layers.1 (rank 0)", "changed in place")),
+    unit_output_edited: ("StateChanged", ("unit model.layers.1 (rank 0)", "(2, 16, 64)", "changed in place")),
     backward_after_a_step: ("StateChanged", ("unit model.layers.1", "stepped or loaded", "run the forward again")),
     saved_parameter_edited: ("StateChanged", ("parameter", "changed")),
     unsaved_parameter_edited: ("StateChanged", ("unit model.layers.1 (rank 0)", "parameter or buffer")),

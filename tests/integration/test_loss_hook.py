@@ -515,7 +515,7 @@ def test_metrics_reach_the_monitor(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(f"{HERE}:monitored", folder=str(tmp_path)) == [2, 2]
     files = {path.name: path.read_text().splitlines() for path in (tmp_path / "job").glob("*hilore*")}
     stem = "Train_hilore_{}.csv"
-    units = ["stored_units", "compressed_units", "replayed_units"]
+    units = ["stored_units", "compressed_units", "replayed_units", "offloaded_units"]
     guard = [f"guard_{defence.value}" for defence in Defence]
     names = [*units, "saved_seconds", "predicted_peak_bytes", "budget_bytes", *guard, "guard_room_bytes"]
     assert sorted(files) == sorted(stem.format(name) for name in names)

@@ -182,8 +182,11 @@ def test_the_other_rank_is_told_and_the_update_runs_again(
     ranks: RankPool, stage: int, place: str, failing: int
 ) -> None:
     found = ranks.run(f"{HERE}:one_fails", stage=stage, place=place, failing=failing, timeout=90.0)
+    # Where ranks first need each other when gradients are complete, one that repeats its loss only comes later.
+    waits = stage == 0 and place == "loss"
     for rank, seen in enumerate(found):
-        assert [bool(errors) for errors in seen["errors"]] == [False, True, False, True, False]
+        fails = rank == failing or not waits
+        assert [bool(errors) for errors in seen["errors"]] == [False, fails, False, fails, False]
         assert all(("Broken" in errors) == (rank == failing) for errors in seen["errors"] if errors), seen["errors"]
         assert all("RankMismatch" in errors for errors in seen["errors"] if errors and rank != failing)
         assert seen["unequal"] == [] and seen["longest"] < SOON_S
