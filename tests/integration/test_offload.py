@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -12,12 +10,7 @@ import torch.distributed as dist
 from ds_hilore.core.errors import OffloadError, RankMismatch
 from ds_hilore.core.treatment import INPUT_OFFLOADED, OFFLOADED, REPLAYED, STORED, Treatment
 from ds_hilore.core.types import Plan, UnitId
-from ds_hilore.planning.away import moving_bytes
-from ds_hilore.planning.problem import evaluate
-from ds_hilore.profiling.host_link import LinkSpeed
-from ds_hilore.recovery.link import PlainLink
 from ds_hilore.recovery.offload import Offload
-from ds_hilore.runtime.parts import Stage
 from tests.engines import config
 from tests.integration import updates
 from tests.ranks import RankPool
@@ -69,31 +62,6 @@ def failing_copies(stage: int, way: str) -> dict[str, Any]:
             raised.append(type(error).__name__)
 
 
-def planned(stage: int) -> dict[str, Any]:
-    """An engine whose JSON names a host budget, as on a device with memory of its own: once units are measured, under a
-    budget that has room for one of them and what moves, all others go to host memory."""
-    every_unit = patch.object(LinkSpeed, "stride", lambda *_: 1)  # how fast this machine copies is not the matter
-    with patch.object(PlainLink, "apart", True), patch.object(PlainLink, "overlaps", True), every_unit:
-        reference = updates.reference_engine(updates.build("llama"), config(stage))
-        ours = updates.hilore_engine(updates.build("llama"), config(stage), host_budget="64MB")
-        controller = ours.hilore
-        planner, unequal = controller.parts.planner, []
-        for number in range(5):
-            if number == 4:
-                assert controller.stage is Stage.PLANNED
-                problem = planner.problem_for(planner.planning_shape(controller.microbatch.shape))
-                units = controller.measurements.profiles(planner.planning_shape(controller.microbatch.shape))
-                planner.set_budget(evaluate(replace(problem, units=units), {}).peak_bytes + moving_bytes(units))
-            expected, found = updates.run_update(reference, number), updates.run_update(ours, number)
-            unequal += updates.unequal_bits(found, expected)
-    return {
-        "unequal": unequal,
-        "host_bytes": planner.host_bytes,
-        "variants": [treatment.name for treatment in controller.microbatch.treated.values()],
-        "sent": controller.context.offload.sent_bytes,
-    }
-
-
 def on_cpu() -> tuple[int, bool]:
     made = updates.hilore_engine(updates.build("llama"), config(0), host_budget="64MB")
     return made.hilore.parts.planner.host_bytes, made.hilore.measurements.link is None
@@ -120,13 +88,6 @@ def test_a_copy_that_fails_on_one_rank(ranks: RankPool, way: str) -> None:
     first, second = ranks.run(f"{HERE}:failing_copies", stage=0, way=way)
     assert first["raised"] == ["OffloadError"] and set(second["raised"]) <= {"RankMismatch"}
     assert not first["unequal"] and not second["unequal"]
-
-
-def test_a_budget_of_the_node_is_shared_and_used(ranks: RankPool) -> None:
-    for seen in ranks.run(f"{HERE}:planned", stage=2):
-        assert seen["host_bytes"] == 32_000_000 and 0 < seen["sent"] <= 32_000_000
-        assert "O" in seen["variants"] and set(seen["variants"]) <= {"O", "H"}
-        assert not seen["unequal"]
 
 
 def test_nothing_is_offered_where_the_device_is_the_host(ranks: RankPool) -> None:
