@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
+
+# No test is timed: on a busy machine an example may take any time.
+settings.register_profile("untimed", parent=settings(), deadline=None)
+settings.load_profile("untimed")
 
 # Set before torch or deepspeed are imported. Tests of a real device (tests/gpu) choose their own accelerator.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
