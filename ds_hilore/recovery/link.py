@@ -119,8 +119,8 @@ class StreamLink:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def _copy(self, source: Tensor, target: Tensor) -> _Streamed:
-        for over in [transfer for transfer in list(self._under_way) if transfer.arrived()]:
-            self._under_way.pop(over, None)
+        for over in [transfer for transfer in self._under_way if transfer.arrived()]:
+            del self._under_way[over]
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)

@@ -10,7 +10,7 @@ ZeRO-3 has cut in shards, and outputs on which somebody has called `requires_gra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +78,12 @@ class Lookups:
         if isinstance(ids, Tensor) and isinstance(table, nn.Parameter) and output.dtype == table.dtype:
             self._given[output] = _Given(Kept(ids, -1), ParameterRef(table, table), output._version)
 
-    def replace(self, handles: Sequence[Handle], inputs: UnitInputs) -> None:
-        """Lets go of a unit's hidden states where they are rows of a table, in its inputs and in what it saved."""
+    def replace(self, handles: Callable[[], Iterable[Handle]], inputs: UnitInputs) -> None:
+        """Lets go of a unit's hidden states where they are rows of a table, in its inputs and in what it saved.
+
+        Args:
+            handles: gives what was saved; asked only where there is something to let go of.
+        """
         hidden = inputs.hidden() if self._given else None
         given = None if hidden is None else self._given_as(hidden)
         if hidden is None or given is None:
@@ -91,7 +95,7 @@ class Lookups:
             same = type(value) is Kept and value.version == hidden.version and _is_same(value.tensor, hidden.tensor)
             return LookedUp(given.ids, given.table, value.signature) if same else None
 
-        substitute(handles, instead)
+        substitute(handles(), instead)
 
     def _given_as(self, hidden: Kept) -> _Given | None:
         for output, given in self._given.items():

@@ -235,7 +235,7 @@ class UnitCall:
     def _ran(self) -> None:
         """The forward is over: what can be looked up again is let go, what is to lie in host memory goes there (NOTE
         [Offload rules] in offload.py)."""
-        self.context.lookups.replace(self._alive(), self.inputs)
+        self.context.lookups.replace(self._alive, self.inputs)
         if self.treatment.place is Place.HOST:
             sent = self.context.offload.send(self.surroundings.device, self._alive(), self.inputs)
             self.parcels = weakref.WeakSet(sent)
