@@ -18,9 +18,13 @@ from typing import Any
 from ds_hilore.core.config import HiLoReConfig
 from ds_hilore.core.fabric import ControlPlane
 from ds_hilore.integration.gradient_checks import GradientChecks
-from ds_hilore.integration.stored import all_know, keeps_profile, profile_key, rank_class
-from ds_hilore.profiling.calibration_layout import Progress
-from ds_hilore.profiling.layout import StoredProfile
+from ds_hilore.integration.stored import (
+    keeps_profile,
+    profile_key,
+    rank_class,
+    take_up_calibration,
+    take_up_profile,
+)
 from ds_hilore.profiling.store import CalibrationStore, ProfileStore
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.parts import Stage
@@ -64,11 +68,10 @@ class CarriedState:
         if self.controller.update > 0 or learning.stage is not Stage.MEASURE_R:
             return
         profile, calibration = self._stores(Path(load_path).parent)
-        if not learning.known and not learning.measurements.roster and all_know(profile, self.controller.parts):
-            learning.known = isinstance(profile.restore(learning.measurements), StoredProfile)
+        if not learning.known and not learning.measurements.roster:
+            take_up_profile(profile, self.controller)
         if self.checks is not None:
-            found = calibration.load()
-            self.checks.go_on(found if isinstance(found, Progress) else None)
+            take_up_calibration(calibration, self.checks)
 
     def _stores(self, checkpoint: Path) -> tuple[ProfileStore, CalibrationStore]:
         folder, key = os.path.abspath(checkpoint / FOLDER), profile_key(self.engine, self.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,7 @@ def keep_profile(engine: Any, config: HiLoReConfig, controller: Controller, rank
     if config.profile.path is None:
         return
     store = ProfileStore(config.profile.path, profile_key(engine, config), rank_class(engine))
-    if all_know(store, controller.parts):
-        controller.learning.known = isinstance(store.restore(controller.measurements), StoredProfile)
+    take_up_profile(store, controller)
     if keeps_profile(engine, rank):
         controller.learning.learnt = store.save
 
@@ -40,7 +40,13 @@ def keeps_profile(engine: Any, rank: int) -> bool:
     return rank == 0 or bool(getattr(engine, "stage_id", None))
 
 
-def all_know(store: ProfileStore, parts: ControllerParts) -> bool:
+def take_up_profile(store: ProfileStore, controller: Controller) -> None:
+    """Measurements are those of a stored profile, where there is one that may be used."""
+    if _all_know(store, controller.parts):
+        controller.learning.known = isinstance(store.restore(controller.measurements), StoredProfile)
+
+
+def _all_know(store: ProfileStore, parts: ControllerParts) -> bool:
     """Whether this rank may use a stored profile. Ranks that agree on replays measure in step: all of them go by a
     stored profile, or none does."""
     if parts.agreement is None or parts.plane is None:
@@ -53,8 +59,15 @@ def keep_calibration(engine: Any, config: HiLoReConfig, checks: GradientChecks, 
     if config.profile.path is None:
         return
     store = CalibrationStore(config.profile.path, profile_key(engine, config), rank)
+    take_up_calibration(store, checks, store.save)
+
+
+def take_up_calibration(
+    store: CalibrationStore, checks: GradientChecks, keep: Callable[[Progress], object] | None = None
+) -> None:
+    """Calibration goes on where a stored one is. `keep`: as `GradientChecks.go_on` has it."""
     found = store.load()
-    checks.go_on(found if isinstance(found, Progress) else None, store.save)
+    checks.go_on(found if isinstance(found, Progress) else None, keep)
 
 
 def profile_key(engine: Any, config: HiLoReConfig) -> Fingerprint:
