@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from benchmarks.batches import with_dead_rows, with_lengths
@@ -24,7 +23,7 @@ from benchmarks.methods import NONE, TORCH
 from benchmarks.records import Case
 from benchmarks.spec import Spec
 from benchmarks.subject import PRESETS
-from ds_hilore.cli.statistics import Ratio
+from ds_hilore.cli.statistics import Ratio, in_turns
 from ds_hilore.core.budget import BudgetKind, MemoryBudget
 
 
@@ -47,11 +46,7 @@ def report(bench: Bench, found: list[Case], turns: int, console: Console) -> Tab
     for case in found:
         errors[case.key] = relative_error(bench.gradients(case), exact)
         layers[case.key] = bench.actions(case)
-    seconds: dict[str, list[float]] = {case.key: [] for case in found}
-    for turn in track(range(turns), "updates", console=console):
-        first = turn % len(found)
-        for case in found[first:] + found[:first]:
-            seconds[case.key].append(bench.update(case))
+    seconds = {case.key: taken for case, taken in in_turns(found, turns, bench.update, console).items()}
     table = Table()
     for column in ("method", "time / checkpointing [95 %]", "time / none [95 %]", "layers", "gradient"):
         table.add_column(column, no_wrap=True)

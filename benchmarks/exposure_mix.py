@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -36,6 +35,7 @@ from benchmarks.bench import LOSS, SOLVED_S, now, relative_error
 from benchmarks.methods import NONE, applied, letter
 from benchmarks.records import Case
 from benchmarks.subject import Batch, Preset, one_rank_environment, policy, sized
+from ds_hilore.cli.statistics import in_turns
 from ds_hilore.core.treatment import treatment_of
 from ds_hilore.core.types import Action
 from ds_hilore.runtime.parts import Stage
@@ -232,11 +232,7 @@ def report(mix: Mix, error: float, turns: int, console: Console) -> dict[str, An
             mix.warm(method)
             errors[method] = relative_error(mix.gradients(method), exact)
         del exact
-        taken: dict[str, list[Figures]] = {method: [] for method in methods}
-        for turn in track(range(turns), "updates", console=console):
-            first = turn % len(methods)
-            for method in methods[first:] + methods[:first]:
-                taken[method].append(mix.update(method))
+        taken: dict[str, list[Figures]] = in_turns(methods, turns, mix.update, console)
     return {
         method: {
             "seconds": [each.seconds for each in figures],

@@ -37,6 +37,7 @@ from benchmarks.methods import (
 from benchmarks.records import Case, Peak
 from benchmarks.spec import Spec, read_spec
 from benchmarks.tuning import Tuner, policy_replays, saved_per_layer
+from ds_hilore.cli.statistics import in_turns
 from ds_hilore.memory.glibc import tight_malloc
 
 #: Peaks of checkpointing of which the highest counts: budgets refer to it, and a CPU process's peaks wander.
@@ -144,11 +145,7 @@ def take_times(spec: Spec, found: PeakReport, console: Console) -> TimeReport:
         if "L" in plans[case.key]:
             codecs[case.key] = bench.codec_seconds()
     del exact
-    seconds: dict[str, list[float]] = {case.key: [] for case in cases}
-    for turn in track(range(spec.turns), "updates", console=console):
-        first = turn % len(cases)
-        for case in cases[first:] + cases[:first]:
-            seconds[case.key].append(bench.update(case))
+    seconds = {case.key: taken for case, taken in in_turns(cases, spec.turns, bench.update, console).items()}
     replays = bench.replay_seconds(("torch", *HILORE_REPLAYS, *policies), max(3, spec.turns // 4))
     for key, other in same.items():
         seconds[key], errors[key], plans[key] = seconds[other], errors[other], plans[other]

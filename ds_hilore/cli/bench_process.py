@@ -24,6 +24,7 @@ from rich.progress import track
 
 from ds_hilore.cli.options import read_json, subject_of
 from ds_hilore.cli.rehearse import rehearse
+from ds_hilore.cli.statistics import in_turns
 from ds_hilore.core.errors import HiLoReError, MemoryExhausted
 
 if TYPE_CHECKING:
@@ -82,13 +83,8 @@ def _peak(rehearsal: Rehearsal, run: Callable[[], float]) -> int | None:
 
 
 def _times(rehearsal: Rehearsal, runs: Mapping[Way, Callable[[], float]], turns: int) -> dict[str, Any]:
-    """Ways take turns, each turn another one first, so that what else the machine does meets all of them."""
     ways = [way for way in Way if _fits(runs[way])]
-    seconds: dict[Way, list[float]] = {way: [] for way in ways}
-    for turn in track(range(turns), "updates", console=Console(stderr=True)):
-        first = turn % len(ways)
-        for way in ways[first:] + ways[:first]:
-            seconds[way].append(runs[way]())
+    seconds = in_turns(ways, turns, lambda way: runs[way](), Console(stderr=True))
     rehearsal.update()  # what is said of the plan is said of ours
     actions = Counter(treatment.name for treatment in rehearsal.hilore.microbatch.treated.values())
     return {
