@@ -35,12 +35,17 @@ def hilore_engine(model: nn.Module, settings: dict[str, Any], **block: Any) -> A
     Without a trial and self-checks, unless told otherwise: on models this small a trial would measure noise, and plans
     would be chance; and what is counted and recorded is to be the plan's own.
     """
-    block = {"selfcheck": {"updates": 0}} | block | {"planner": {"trial_microbatches": 0} | block.get("planner", {})}
     trainable = [p for p in model.parameters() if p.requires_grad]
     made, *_ = ds_hilore.initialize(
-        model=model, model_parameters=trainable, config=settings | {"hilore": ANY_BUDGET | block}
+        model=model, model_parameters=trainable, config=settings | {"hilore": quiet_block(**block)}
     )
     return made
+
+
+def quiet_block(**block: Any) -> dict[str, Any]:
+    """The block of `hilore_engine`."""
+    planner = {"trial_microbatches": 0} | block.get("planner", {})
+    return ANY_BUDGET | {"selfcheck": {"updates": 0}} | block | {"planner": planner}
 
 
 def reference_engine(model: nn.Module, settings: dict[str, Any], leaves: bool = True) -> Any:

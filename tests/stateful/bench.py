@@ -111,7 +111,7 @@ class Engines:
     def attach_anew(self, block: dict[str, Any]) -> None:
         """The same engine goes on under another block."""
         ds_hilore.detach(self.ours)
-        made = HiLoReConfig.from_ds_json({"hilore": {**updates.ANY_BUDGET, **_QUIET, **block}})
+        made = HiLoReConfig.from_ds_json({"hilore": updates.quiet_block(**block)})
         assert made is not None
         attach(self.ours, made, self.settings)
 
@@ -126,10 +126,6 @@ class Engines:
             self.ours.load_checkpoint(folder, tag="one")
         finally:
             shutil.rmtree(folder)
-
-
-#: As `updates.hilore_engine`: no trial, whose outcome is chance on layers this small, and no self-check.
-_QUIET: dict[str, Any] = {"selfcheck": {"updates": 0}, "planner": {"trial_microbatches": 0}}
 
 
 def _model(seed: int = 0) -> nn.Module:

@@ -132,6 +132,18 @@ class EngineMachine(RuleBasedStateMachine):
         gc.collect()
         assert self.made.hilore.microbatch.alive() == []
 
+    @precondition(lambda self: not self.owes_step)
+    @rule()
+    def rest_of_update(self) -> None:
+        """What most hosts do most of the time."""
+        ends = False
+        while not ends:
+            if not self.waiting:
+                self.forward(2, 16)
+            self.backward()
+            ends = self.made.is_gradient_accumulation_boundary()
+            self.step()
+
     # -- what goes wrong -------------------------------------------------------------------------------------------
 
     @precondition(lambda self: not self.owes_step)
