@@ -4,7 +4,6 @@ calibration goes on where it was; one that a rank cannot read is made anew by al
 from __future__ import annotations
 
 import json
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ds_hilore.profiling.held_out import SINGLES
 from ds_hilore.runtime.parts import Stage
 from tests.engines import config
 from tests.integration import updates
+from tests.integration.lines import warnings_said
 from tests.integration.test_compress import update
 from tests.models import llama, lora
 from tests.ranks import RankPool
@@ -49,24 +49,23 @@ def run(
         scale: of advantages, so of exposures.
     """
     paper = {"mode": "paper", "paper": {"least_tensor_bytes": 0, "dtypes": ["float32"]}} if mode == "paper" else {}
-    said = _Lines()
-    logging.getLogger("ds_hilore").addHandler(said)
-    engine = updates.hilore_engine(
-        lora(llama(layers=3)),
-        config(stage, accumulation=2),
-        memory_budget="1000x",
-        max_gradient_error=0.5,
-        profile={"path": folder, "calibration_microbatches": MICROBATCHES, "audit_interval": 0},
-        **paper,
-    )
-    hilore, checks = engine.hilore, engine._hilore_host.checks
-    begun = checks._microbatches
     with (
+        warnings_said() as said,
         mock.patch.object(gradient_checks, "gradients_of", passes := Passes()),
         mock.patch.object(
             Cost, "PLANNED_UPDATES", 1e9
         ),  # of updates this small: what they take on a busy machine is chance
     ):
+        engine = updates.hilore_engine(
+            lora(llama(layers=3)),
+            config(stage, accumulation=2),
+            memory_budget="1000x",
+            max_gradient_error=0.5,
+            profile={"path": folder, "calibration_microbatches": MICROBATCHES, "audit_interval": 0},
+            **paper,
+        )
+        hilore, checks = engine.hilore, engine._hilore_host.checks
+        begun = checks._microbatches
         number = 0
         while number < (until or ENOUGH) and not (
             until is None and checks.calibrated and hilore.stage is Stage.PLANNED
@@ -75,7 +74,6 @@ def run(
             number += 1
         if until is None:
             update(engine, number, scale)
-    logging.getLogger("ds_hilore").removeHandler(said)
     planner, shape = hilore.parts.planner, hilore.microbatch.shape
     for name in hilore.measurements.classes:
         hilore.measurements.strike(name, "H", "with memory for everything nothing else would be planned")
@@ -98,19 +96,8 @@ def run(
         "raised": checks.calibration.raised,
         "frozen": hilore.learning.risk.frozen,
         "trusted": hilore.learning.risk.trusted,
-        "said": said.lines,
+        "said": said,
     }
-
-
-class _Lines(logging.Handler):
-    """Warnings that were logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def calibration_files(folder: str) -> list[Path]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ds_hilore.recovery.link import Link, Transfer
+from ds_hilore.recovery.link import Link, PlainLink, Transfer
 from ds_hilore.recovery.offload import Offload
 from ds_hilore.recovery.unit import RecoveryContext
 
@@ -84,21 +84,8 @@ class _NeverCopied(LateCopy):
         self._source = None
 
 
-class Over:
-    """A copy that was over at once, and says so."""
-
-    def __init__(self, target: Tensor) -> None:
-        self.target = target
-
-    def arrived(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
-
-
 @dataclass
-class WatchedLink:
+class WatchedLink(PlainLink):
     """Plain copies, counted; before each, `before` may raise.
 
     Attributes:
@@ -114,15 +101,12 @@ class WatchedLink:
     def to_host(self, source: Tensor) -> Transfer:
         self.before("to host")
         self.sent.append(source.numel())
-        return Over(source.clone())
+        return super().to_host(source)
 
     def to_device(self, sent: Transfer) -> Transfer:
         self.before("to device")
         self.fetched.append(sent.target.numel())
-        return Over(sent.target.clone())
-
-    def host_bytes(self, size: int) -> int:
-        return size
+        return super().to_device(sent)
 
 
 def failing(way: str, error: Exception, times: int = 1, after: int = 0) -> Callable[[str], None]:

@@ -296,13 +296,3 @@ def test_memory_that_is_short_when_state_comes_back_is_had_from_other_units(time
     host.context.relieve = relieve
     assert differences(plain, host.gradients(small_loss, (O,))) == []
     assert len(asked) <= times
-
-
-@pytest.mark.parametrize("treatment", [O, RI], ids=["bundle", "input"])
-def test_retain_graph(treatment: Treatment) -> None:
-    block, x = weights(CPU, Block(0.1)), tensor(CPU)
-    loss = Units(treatment).run(block.forward, x).square().sum()
-    loss.backward(retain_graph=True)
-    once = [parameter.grad.clone() for parameter in block.parameters() if parameter.grad is not None]
-    loss.backward()
-    assert same([2 * gradient for gradient in once], [parameter.grad for parameter in block.parameters()])

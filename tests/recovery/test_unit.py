@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_hilore.core.errors import StateChanged
+from ds_hilore.core.treatment import INPUT_OFFLOADED, OFFLOADED, Treatment
 from ds_hilore.core.types import Action
 from ds_hilore.recovery.unit import RecoveryContext, inside_unit
 from tests.recovery.scenes import SCENES, Block, Cube, tensor, weights
@@ -102,8 +103,10 @@ def test_r3_nothing_is_left_of_a_call_whose_backward_is_over() -> None:
     assert units.calls[0].held_storages() == units.calls[0].input_storages()
 
 
-@pytest.mark.parametrize("action", [H, R])
-def test_r3_retain_graph_keeps_the_bundle_and_a_second_backward_without_it_raises(action: Action) -> None:
+@pytest.mark.parametrize("action", [H, R, OFFLOADED, INPUT_OFFLOADED], ids=str)
+def test_r3_retain_graph_keeps_the_bundle_and_a_second_backward_without_it_raises(
+    action: Action | Treatment,
+) -> None:
     block, x = weights(CPU, Block(0.1)), tensor(CPU)
     loss = Units(action).run(block.forward, x).square().sum()
     loss.backward(retain_graph=True)

@@ -16,7 +16,7 @@ from ds_hilore.planning.program import SolverLimits
 from ds_hilore.runtime.budget import RankPlanner
 from ds_hilore.runtime.controller import Controller
 from ds_hilore.runtime.current import forward_of, running
-from ds_hilore.runtime.parts import ControllerParts
+from ds_hilore.runtime.parts import ControllerParts, Stage
 from ds_hilore.runtime.update import GradientScale, MicrobatchFacts
 
 WIDTH = 4
@@ -142,6 +142,12 @@ class Rig:
     def update(self, seed: int = 0, **shape: int) -> None:
         self.backward(self.forward(seed, **shape))
         self.controller.end_update()
+
+    def learn(self) -> None:
+        """Updates until it follows plans of its own."""
+        while self.controller.stage is not Stage.PLANNED:
+            self.update()
+            self.gradients()
 
     def gradients(self) -> list[Tensor]:
         """Takes the gradients away."""

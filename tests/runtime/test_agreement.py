@@ -8,7 +8,6 @@ import pytest
 
 from ds_hilore.core.treatment import treatment_of
 from ds_hilore.core.types import Action, Plan, UnitId
-from ds_hilore.runtime.parts import Stage
 from tests.runtime.rig import Net, Rig, planner, same
 from tests.runtime.test_levels import Rising
 
@@ -38,9 +37,7 @@ def learnt(others: Others | None) -> tuple[Rig, Rising]:
     meter = Rising()
     rig = Rig(Net(BLOCKS), planner=planner(2.0), meter=meter, agreement=others)
     meter.script[:] = [MUCH]
-    while rig.controller.stage is not Stage.PLANNED:
-        rig.update()
-        rig.gradients()
+    rig.learn()
     return rig, meter
 
 

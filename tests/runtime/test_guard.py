@@ -12,7 +12,6 @@ from ds_hilore.core.errors import MemoryExhausted
 from ds_hilore.core.types import Action, Shape, UnitId
 from ds_hilore.runtime.budget import all_units
 from ds_hilore.runtime.guard import CALM_UPDATES, Defence
-from ds_hilore.runtime.parts import Stage
 from tests.runtime.rig import Net, Rig, planner, same
 from tests.runtime.shortage import Shortage
 
@@ -31,9 +30,7 @@ def learnt() -> Rig:
     """A rig that follows its own plans and stores everything."""
     rig = Rig(planner=planner(2.0))
     rig.meter.script[:] = [MUCH]
-    while rig.controller.stage is not Stage.PLANNED:
-        rig.update()
-        rig.gradients()
+    rig.learn()
     return rig
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from ds_hilore.core.types import UnitId
 from ds_hilore.runtime.guard import Defence
-from ds_hilore.runtime.parts import Stage
 from tests.runtime.rig import Net, Rig, StubMeter, planner, same
 
 MUCH = 1 << 30
@@ -31,9 +30,7 @@ def learnt(multiple: float = 2.0) -> tuple[Rig, Rising]:
     meter = Rising()
     rig = Rig(Net(BLOCKS), planner=planner(multiple), meter=meter)
     meter.script[:] = [MUCH]
-    while rig.controller.stage is not Stage.PLANNED:
-        rig.update()
-        rig.gradients()
+    rig.learn()
     rig.update()
     rig.gradients()
     assert rig.actions == "HHHH" and meter.looks == BLOCKS

@@ -8,7 +8,6 @@ from ds_hilore.core.budget import BudgetKind, MemoryBudget
 from ds_hilore.core.types import Solver
 from ds_hilore.planning.program import SolverLimits
 from ds_hilore.runtime.budget import RankPlanner
-from ds_hilore.runtime.parts import Stage
 from ds_hilore.runtime.watch import STEP
 from tests.runtime.rig import Rig, StubMeter, planner, same
 
@@ -19,9 +18,7 @@ def learnt(multiple: float) -> Rig:
     """A rig that follows its plans."""
     rig = Rig(planner=planner(multiple))
     rig.meter.script[:] = [MUCH]
-    while rig.controller.stage is not Stage.PLANNED:
-        rig.update()
-        rig.gradients()
+    rig.learn()
     return rig
 
 
@@ -104,9 +101,7 @@ def beside_others(budget: MemoryBudget) -> tuple[Rig, Shared]:
     meter = Shared(device=4 * MUCH)
     rig = Rig(planner=RankPlanner(budget, Solver.GREEDY, SolverLimits(1.0, 0.01)), meter=meter)
     meter.script[:] = [MUCH]
-    while rig.controller.stage is not Stage.PLANNED:
-        rig.update()
-        rig.gradients()
+    rig.learn()
     rig.update()
     rig.gradients()
     return rig, meter
