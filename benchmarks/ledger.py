@@ -120,12 +120,12 @@ def predict(engine: Any, causal: Any, tokens: int, level: int) -> tuple[int, str
     from ds_hilore.memory.arithmetic import zero_account
     from ds_hilore.memory.reduction import growing_gradients, transient_gradients
     from ds_hilore.memory.zero import ZeroFacts
-    from ds_hilore.objective.head import CHUNK_BYTES
+    from ds_hilore.objective.head import default_chunk_tokens
     from ds_hilore.profiling.cost_model import DeviceSpeed, LayerCosts, head_costs, layer_costs
     from ds_hilore.profiling.job import Job, Layer, Outcome
 
     facts, shape = facts_of(engine), Shape(2, tokens)
-    chunk = min(CHUNK_BYTES // (4 * VOCABULARY), shape.tokens)
+    chunk = min(shape.tokens, default_chunk_tokens(VOCABULARY, shape.tokens))
     geometry = read_model(causal, Trained(chunk_tokens=chunk, gated_function=True))
     paths = [path for path, _ in engine.hilore.parts.unit_names.values()]
     costs = [layer_costs(layer) for layer in geometry.layers]

@@ -26,7 +26,7 @@ from ds_hilore.memory.arithmetic import zero_account
 from ds_hilore.memory.ledger import Entry, Item
 from ds_hilore.memory.reduction import growing_gradients, transient_gradients
 from ds_hilore.memory.zero import ZeroFacts
-from ds_hilore.objective.head import CHUNK_BYTES
+from ds_hilore.objective.head import default_chunk_tokens
 from ds_hilore.profiling.cost_model import DeviceSpeed, head_costs, layer_costs
 from ds_hilore.profiling.geometry import Attention, LayerGeometry, ModelGeometry
 from ds_hilore.profiling.job import Job, Layer
@@ -250,8 +250,8 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def _geometry(model: nn.Module, training: Training) -> ModelGeometry:
-    vocabulary = int(_text_config(model).vocab_size)
-    chunk = None if training.whole_logits else min(training.shape.tokens, max(1, CHUNK_BYTES // (4 * vocabulary)))
+    vocabulary, tokens = int(_text_config(model).vocab_size), training.shape.tokens
+    chunk = None if training.whole_logits else min(tokens, default_chunk_tokens(vocabulary, tokens))
     setting = Setting(
         attention=training.attention, padded=training.padded, longest=training.shape.length, chunk_tokens=chunk
     )

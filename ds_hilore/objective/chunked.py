@@ -198,7 +198,7 @@ class _FrozenHead(torch.autograd.Function):
         values = [hidden.new_empty(ids.shape, dtype=plan.accumulate) for _ in range(1 + with_entropy)]
         slopes = hidden.new_empty((ids.numel() if wanted else 0, hidden.shape[1]), dtype=plan.product)
         with plan.open(weight, bias) as head:
-            for span in head.spans(ids.numel()):
+            for span in head.spans(ids.numel(), len(hidden)):
                 z = head.logits(_part(hidden, rows, span, plan.product))
                 slope = head.slope(z) if wanted else 1.0
                 column = ids[span, None]
@@ -243,7 +243,7 @@ class _Replayed(torch.autograd.Function):
         values = [hidden.new_empty(ids.shape, dtype=plan.accumulate) for _ in range(1 + with_entropy)]
         lse = torch.empty_like(values[0])
         with plan.open(weight, bias) as head:
-            for span in head.spans(ids.numel()):
+            for span in head.spans(ids.numel(), len(hidden)):
                 z = head.logits(_part(hidden, rows, span, plan.product))
                 softmax = _Softmax.of(z, ids[span, None], with_entropy)
                 values[0][span] = softmax.logp.squeeze(1)
@@ -266,7 +266,7 @@ class _Replayed(torch.autograd.Function):
             grad_logps = torch.zeros_like(lse)
         with plan.open(weight, bias) as head:
             sums = _GradientSums.of(ctx.needs_input_grad, hidden, head)
-            for span in head.spans(ids.numel()):
+            for span in head.spans(ids.numel(), len(hidden)):
                 part = _part(hidden, rows, span, plan.product)
                 z = head.logits(part)
                 slope, grad = head.slope(z), grad_logps[span, None]

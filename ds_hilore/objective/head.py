@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from ds_hilore.core.errors import UsageError
 
-#: Size of one chunk of logits, in the dtype of the softmax, where the caller does not choose the chunk.
+#: Largest size of one chunk of logits, in the dtype of the softmax, where the caller does not choose the chunk.
 CHUNK_BYTES = 64 * 2**20
+#: Small batches have chunks of so many tokens, or of this part of their positions: microbatches of one shape then need
+#: the same workspace, which plans count on, as soon as that part of them is live.
+CHUNK_TOKENS, CHUNK_PART = 128, 8
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 """Makes partitioned parameters whole for the length of a context, for example `deepspeed.zero.GatheredParameters`."""
@@ -28,7 +31,7 @@ class LogitOptions:
         temperature: divides the logits.
         softcap: logits become softcap * tanh(logits / softcap) before the temperature divides them
             (transformers' `final_logit_softcapping`). None: no cap.
-        chunk_tokens: tokens per chunk. None: as many as `CHUNK_BYTES` of logits hold.
+        chunk_tokens: tokens per chunk. None: `default_chunk_tokens`.
         entropy_grad: False makes entropies a mere metric: they carry no gradient, and a frozen head is not read again
             in backward for their sake.
         gather: for a frozen head module that ZeRO-3 has partitioned: entered once, in forward, in place of calling
@@ -53,6 +56,12 @@ class LogitOptions:
 
 #: The softmax of the head's own logits, in chunks of the default size.
 PLAIN = LogitOptions()
+
+
+def default_chunk_tokens(vocabulary: int, positions: int, itemsize: int = 4) -> int:
+    """Tokens of a chunk of logits [chunk, `vocabulary`] where the caller does not choose: as many as `CHUNK_BYTES`
+    hold, but not more than an eighth of the `positions` [B * T] of the microbatch where that is above 128."""
+    return max(1, min(CHUNK_BYTES // (vocabulary * itemsize), max(CHUNK_TOKENS, positions // CHUNK_PART)))
 
 
 def head_tensors(head: Tensor | nn.Module, bias: Tensor | None, options: LogitOptions) -> tuple[Tensor, Tensor | None]:
@@ -153,12 +162,13 @@ class WholeHead:
                 "partitioned it, pass the head module and not its weight"
             )
 
-    def spans(self, tokens: int) -> list[slice]:
-        """Even chunks: a remainder of a few tokens would read the whole head for little."""
-        token_bytes = self.weight.shape[0] * self.plan.accumulate.itemsize
-        most = self.plan.options.chunk_tokens or max(1, CHUNK_BYTES // token_bytes)
-        count = -(-tokens // most)
-        return [slice(tokens * i // count, tokens * (i + 1) // count) for i in range(count)]
+    def spans(self, live: int, positions: int) -> list[slice]:
+        """Chunks of the `live` ones of so many `positions`. All but the last are full: even ones would make the
+        workspace depend on how many tokens are live."""
+        size = self.plan.options.chunk_tokens
+        if size is None:
+            size = default_chunk_tokens(self.weight.shape[0], positions, self.plan.accumulate.itemsize)
+        return [slice(first, min(live, first + size)) for first in range(0, live, size)]
 
     def logits(self, part: Tensor) -> Tensor:
         """z [c, V] of hidden states [c, H]; fresh, so the caller may overwrite it."""

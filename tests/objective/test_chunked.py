@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ds_hilore.core.errors import UsageError
 from ds_hilore.objective.chunked import LogitOptions, log_probs
+from ds_hilore.objective.head import PLAIN, HeadPlan, WholeHead, default_chunk_tokens
 from tests.objective.cases import Watch, Watcher, untimed
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -210,13 +211,28 @@ def test_no_tensor_of_tokens_by_vocab_exists(head: bool, softcap: float | None, 
         assert seen.host_reads == []
 
 
-def test_default_chunk_holds_64_mib_of_logits() -> None:
-    hidden, weight = torch.zeros(700, 1), torch.zeros(49_152, 1)
+@pytest.mark.parametrize(
+    ("positions", "chunk"),
+    [(700, 128), (2048, 256), (2800, 341)],  # a small batch; an eighth of the positions; 64 MiB of logits
+)
+def test_default_chunks(positions: int, chunk: int) -> None:
+    hidden, weight = torch.zeros(positions, 1), torch.zeros(49_152, 1)
     with Watcher() as watcher:
-        log_probs(hidden, weight, torch.zeros(700, dtype=torch.int64))
-    # 341 tokens fit, so 700 need three chunks, and those are even: 233, 233, 234.
-    assert watcher.seen.largest == 234 * 49_152
-    assert watcher.seen.products == 3
+        log_probs(hidden, weight, torch.zeros(positions, dtype=torch.int64))
+    assert watcher.seen.largest == chunk * 49_152
+    assert watcher.seen.products == math.ceil(positions / chunk)
+
+
+@given(st.integers(128, 5000), st.integers(2, 400_000), st.data())
+def test_the_largest_chunk_is_the_same_for_every_live_share_from_an_eighth(
+    positions: int, vocabulary: int, data: st.DataObject
+) -> None:
+    """Else a plan that was made when few tokens were live would promise too low a peak."""
+    head = WholeHead(torch.empty(vocabulary, 0), None, HeadPlan(PLAIN, torch.float32))
+    live = data.draw(st.integers(max(128, math.ceil(positions / 8)), positions))
+    spans = head.spans(live, positions)
+    assert [token for span in spans for token in range(span.start, span.stop)] == [*range(live)]
+    assert max(span.stop - span.start for span in spans) == default_chunk_tokens(vocabulary, positions)
 
 
 @pytest.mark.parametrize(
