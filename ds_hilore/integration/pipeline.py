@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_hilore.core.config import HiLoReConfig
 from ds_hilore.core.errors import ConfigError, UnsupportedError, UsageError
 from ds_hilore.integration.checkpoint import checkpoint
 from ds_hilore.integration.fingerprint import digest
@@ -75,14 +76,16 @@ class LayerRange(nn.Module):
         return run(*inputs)
 
 
-def pipeline_notes(module: Any, prunes: bool, selfchecks: bool) -> list[str]:
-    """What the user should know at start. `module` as it was given; `prunes`, `selfchecks`: the block asks for it."""
+def pipeline_notes(module: Any, config: HiLoReConfig) -> list[str]:
+    """What the user should know at start: of `module` as it was given, and of what the block itself asks for. What is
+    only there by default is not worth a warning."""
+    asked = config.model_fields_set
     found = []
     if module.activation_checkpoint_interval == 0:
         found.append("activation_checkpoint_interval is 0: every layer with parameters is a unit of its own")
-    if prunes:
+    if config.prune_zero_exposure and "prune_zero_exposure" in asked:
         found.append("prune_zero_exposure is without effect in a pipeline")
-    if selfchecks:
+    if config.selfcheck.updates and "selfcheck" in asked:
         found.append("selfcheck is without effect in a pipeline: its microbatches cannot be run by themselves")
     return found
 

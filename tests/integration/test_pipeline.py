@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_hilore
+from ds_hilore.core.config import HiLoReConfig
 from ds_hilore.core.errors import UnsupportedError, UsageError
 from ds_hilore.core.types import Action, UnitId
+from ds_hilore.integration.pipeline import pipeline_notes
 from ds_hilore.runtime.budget import all_units
 from tests.engines import difference
 from tests.integration import pipelines
@@ -53,6 +56,21 @@ def _mixed(engine: Any) -> Any:
     units = [UnitId(path) for path, _ in engine.hilore.parts.unit_names.values()]
     first, second = all_units(units[::2], H), all_units(units[1::2], R)
     return type(first)(choice={**first.choice, **second.choice}, actions={**first.actions, **second.actions})
+
+
+@pytest.mark.parametrize(
+    ("block", "noted"),
+    [
+        ({}, []),  # defaults are nobody's wish
+        ({"prune_zero_exposure": False, "selfcheck": {"updates": 0}}, []),
+        ({"prune_zero_exposure": True}, ["prune_zero_exposure"]),
+        ({"selfcheck": {"updates": 5}}, ["selfcheck"]),
+    ],
+)
+def test_only_what_the_block_asks_for_in_vain_is_noted(block: dict[str, Any], noted: list[str]) -> None:
+    config = HiLoReConfig.model_validate({"memory_budget": "1.10x"} | block)
+    found = pipeline_notes(SimpleNamespace(activation_checkpoint_interval=1), config)
+    assert [line.split()[0] for line in found] == noted
 
 
 @pytest.fixture(scope="module")
