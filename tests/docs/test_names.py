@@ -34,7 +34,7 @@ FOREIGN = {
     "sbatch": {"--nodes", "--ntasks-per-node", "--gpus-per-node"},
     "srun": {"--mpi"},
     "pip": {"--no-deps"},
-    "transformers": {"--output_dir", "--use_cpu", "--bf16"},
+    "transformers": {"--output_dir", "--use_cpu", "--bf16", "--max_steps"},
     "any script of a user": {"--deepspeed", "--deepspeed_config"},
 }
 
