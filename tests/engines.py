@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -25,14 +26,15 @@ def config(stage: int, accumulation: int = 1, lr: float = 1e-3, **zero: Any) -> 
 
 
 def engine(model: nn.Module, settings: dict[str, Any], units: Iterable[nn.Module] | None = None) -> Any:
-    """An engine for the trainable parameters of the model; `units` become ZeRO-3 leaf units."""
+    """An engine for the trainable parameters of the model; `units` become ZeRO-3 leaf units. `settings` stay as they
+    are: DeepSpeed 0.18 takes `torch_adam` out of the dictionary that it is given."""
     import deepspeed
 
     from ds_hilore.integration.zero3 import leaf_units
 
     trainable = [p for p in model.parameters() if p.requires_grad]
     with nullcontext() if units is None else leaf_units(model, units):
-        made, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=settings)
+        made, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=deepcopy(settings))
     return made
 
 

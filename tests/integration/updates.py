@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -33,12 +34,11 @@ def hilore_engine(model: nn.Module, settings: dict[str, Any], **block: Any) -> A
     """An engine from `ds_hilore.initialize`, with the trainable parameters of the model.
 
     Without a trial and self-checks, unless told otherwise: on models this small a trial would measure noise, and plans
-    would be chance; and what is counted and recorded is to be the plan's own.
+    would be chance; and what is counted and recorded is to be the plan's own. `settings` stay as they are.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    made, *_ = ds_hilore.initialize(
-        model=model, model_parameters=trainable, config=settings | {"hilore": quiet_block(**block)}
-    )
+    given = deepcopy(settings) | {"hilore": quiet_block(**block)}
+    made, *_ = ds_hilore.initialize(model=model, model_parameters=trainable, config=given)
     return made
 
 
