@@ -8,9 +8,32 @@ from __future__ import annotations
 import argparse
 import textwrap
 import time
+from collections.abc import Callable
+from functools import partial
 
 from tests.faults.driver import LIMIT_S, Trials
+from tests.faults.endings import ENDINGS, complaints
+from tests.faults.records import Fault, Place
 from tests.faults.suite import FAULTS
+
+
+def _meant(given: argparse.Namespace, title: str) -> bool:
+    return all(word in title for word in given.words)
+
+
+def _complaints(trials: Trials, fault: Fault, stage: int) -> list[str]:
+    return trials.try_fault(fault, (stage,)).complaints
+
+
+def _tell(title: str, attempt: Callable[[], list[str]]) -> bool:
+    """Prints what became of one case. Gives whether that is not as it should be."""
+    begun = time.monotonic()
+    found = attempt()
+    verdict = "not as it should be" if found else "as it should be"
+    print(f"{time.monotonic() - begun:5.1f} s  {title}: {verdict}", flush=True)
+    for line in found:
+        print(textwrap.indent(line, "        "), flush=True)
+    return bool(found)
 
 
 def main() -> int:
@@ -19,20 +42,20 @@ def main() -> int:
     parser.add_argument("--stage", type=int, action="append", default=[], help="only these ZeRO stages")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which ranks count as hanging")
     given = parser.parse_args()
-    chosen = [fault for fault in FAULTS if all(word in f"{fault.place.value}: {fault.name}" for word in given.words)]
+    faults = [fault for fault in FAULTS if _meant(given, f"{fault.place.value}: {fault.name}")]
+    endings = [ending for ending in ENDINGS if _meant(given, f"{Place.PROCESSES.value}: {ending.name}")]
+    endings = [ending for ending in endings if not given.stage or ending.stage in given.stage]
     failed, started = 0, time.monotonic()
     with Trials(given.limit) as trials:
-        for fault in chosen:
+        for fault in faults:
             for stage in (each for each in fault.stages if not given.stage or each in given.stage):
-                begun = time.monotonic()
-                outcome = trials.try_fault(fault, (stage,))
-                failed += bool(outcome.complaints)
-                verdict = "not as it should be" if outcome.complaints else "as it should be"
-                seconds = time.monotonic() - begun
-                print(f"{seconds:5.1f} s  ZeRO-{stage}  {fault.place.value}: {fault.name}: {verdict}", flush=True)
-                for line in outcome.complaints:
-                    print(textwrap.indent(line, "        "), flush=True)
-    print(f"{len(chosen)} faults, {failed} not as they should be, {time.monotonic() - started:.0f} s")
+                found = partial(_complaints, trials, fault, stage)
+                failed += _tell(f"ZeRO-{stage}  {fault.place.value}: {fault.name}", found)
+    for ending in endings:
+        found = partial(complaints, ending, given.limit)
+        failed += _tell(f"ZeRO-{ending.stage}  {Place.PROCESSES.value}: {ending.name}", found)
+    count = len(faults) + len(endings)
+    print(f"{count} kinds of faults, {failed} cases not as they should be, {time.monotonic() - started:.0f} s")
     return 1 if failed else 0
 
 

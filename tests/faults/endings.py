@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.faults.bench import Bench, hilore_engine, model, settings
-from tests.faults.jobs import tell
+from tests.faults.jobs import run_job, tell
 from tests.faults.kinds.microbatch import STEP
 from tests.faults.records import FAULTY, NEXT, RIGHT, Plans, planted
 from tests.faults.sites import Strike, between, calls, unit_backward, unit_forward, unit_replay
@@ -180,3 +180,14 @@ ENDINGS: tuple[Ending, ...] = (
     Ending("a rank does not start in time", Starts(not_at_all), 1, "RankMismatch", thorough=True),
 )
 BY_NAME: dict[str, Ending] = {ending.name: ending for ending in ENDINGS}
+
+
+def complaints(ending: Ending, limit_s: float) -> list[str]:
+    """Tries it on two new ranks: what is not as the suite says; empty where rank 0 was told, and rank 1 ended so."""
+    first, second = run_job(ending.name, limit_s)
+    found = []
+    if (first.code, first.told) != (0, ending.told):
+        found.append(f"rank 0 should be told by {ending.told}: {first}")
+    if second.code != ending.code:
+        found.append(f"rank 1 should end with {ending.code}: {second}")
+    return found
