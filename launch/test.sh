@@ -3,7 +3,7 @@
 # Arguments go to pytest: launch/test.sh tests/core -x
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-prepare_venv dev,demo,megatron,mpi,report,trl
+prepare_venv dev,demo,megatron,mpi,report,triton,trl
 
 # tests/gpu is collected and skipped here; launch/test_gpu.sh runs it.
 export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
